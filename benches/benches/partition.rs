@@ -1,0 +1,2 @@
+//! Layouts and plans at scale.
+fn main() {}
