@@ -1,1 +1,55 @@
-//! polarshard.
+//! Collectives on flat candle tensors over interchangeable backends.
+//!
+//! A [`Communicator`] is one rank's end of a world. A [`Request`], a group of operations on spans
+//! of one flat buffer, is started and gives a [`Pending`], which gives the buffer back when the
+//! values are there. [`Loopback`] is the backend of one process, where ranks are threads:
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use candle_core::{Device, Tensor};
+//! use polarshard_comm::{Communicator, Error, Loopback, Request, ranks};
+//! use polarshard_partition::{Class, WorldSize};
+//!
+//! let deadline = Duration::from_secs(10);
+//! let world = Loopback::world(WorldSize::new(4)?, deadline);
+//! let sums = ranks::run(world, |mut comm| {
+//!     let mine = Tensor::new(&[1f32, comm.rank().0 as f32], &Device::Cpu).expect("a tensor of two elements");
+//!     let pending = comm.start(Request::all_reduce(Class::Control, &mine))?;
+//!     // Other work goes here; it overlaps with the communication.
+//!     let sum = pending.finish(deadline)?;
+//!     Box::new(comm).shutdown()?;
+//!     Ok::<_, Error>(sum)
+//! });
+//! for sum in sums {
+//!     assert_eq!(sum.unwrap().to_vec1::<f32>()?, [4.0, 6.0]);
+//! }
+//! # Ok::<_, Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Nothing hangs: a rank that panics, returns early, calls something else or never comes makes
+//! every other rank's call return an [`Error`] within the deadline. [`Recording`] and [`Faulty`]
+//! wrap any backend; [`conformance`] holds the tests that every backend passes.
+
+mod agree;
+mod communicator;
+pub mod conformance;
+mod error;
+mod faulty;
+mod loopback;
+mod parts;
+mod pending;
+pub mod ranks;
+mod recording;
+pub mod rendezvous;
+mod request;
+pub mod sync;
+
+pub use agree::disagreement;
+pub use communicator::{Communicator, Pause};
+pub use error::{Called, Departure, Error, Invalid, Started};
+pub use faulty::{Fault, Faulty};
+pub use loopback::Loopback;
+pub use pending::{Completion, Pending};
+pub use recording::{CallLog, Recording};
+pub use request::{Op, Request};
