@@ -1,0 +1,368 @@
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+use candle_core::{D, DType, Device, Tensor};
+
+use crate::normalize::normalize;
+use crate::{Coefficients, Error, iteration};
+
+/// Which products the iteration is made of. Both compute the same polynomial of the matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Method {
+    /// The one of fewer FLOPs: `Gram` from a long side of over 1.5 short sides, else `Standard`.
+    #[default]
+    Auto,
+    /// Multiplies the n × m matrix twice a step.
+    Standard,
+    /// Iterates on the n × n Gram matrix, and multiplies the n × m one four times in all
+    /// (Dao-AILab's Gram Newton-Schulz, restarted before the third step). A square matrix has
+    /// nothing to gain and takes `Standard`.
+    Gram,
+}
+
+impl fmt::Display for Method {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Auto => "auto",
+            Self::Standard => "standard",
+            Self::Gram => "gram",
+        })
+    }
+}
+
+impl FromStr for Method {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "standard" => Ok(Self::Standard),
+            "gram" => Ok(Self::Gram),
+            _ => Err(Error::Unknown {
+                what: "newton-schulz method",
+                text: text.to_owned(),
+                expected: "auto, standard, gram",
+            }),
+        }
+    }
+}
+
+/// Newton-Schulz: takes the singular values of a matrix close to 1 and leaves its singular vectors.
+///
+/// Each matrix is first divided by its Frobenius norm, free of scale: by an exact power of two near
+/// its largest magnitude, then by the norm of that, with nothing added and nothing flushed to zero.
+/// So an input may be of any magnitude, a zero matrix gives exactly zero, and one matrix of a stack
+/// has no influence on the others. A matrix with an element that is not finite becomes NaN.
+///
+/// A matrix gives the same bits alone and in any stack, and under any number of threads.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use polarshard_muon::NewtonSchulz;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let x = Tensor::new(&[[3f32, 0., 0.], [0., -1e-30, 0.]], &Device::Cpu)?;
+/// let single = x.narrow(0, 0, 1)?;
+/// let o = NewtonSchulz::default().orthogonalize(&single)?.to_vec2::<f32>()?;
+/// assert!((o[0][0] - 0.7).abs() < 0.01); // where these coefficients take 1
+/// assert_eq!(o[0][1..], [0.0, 0.0]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct NewtonSchulz {
+    /// The products it is made of.
+    pub method: Method,
+    /// The polynomials.
+    pub coefficients: Coefficients,
+    /// How many steps; at least 1.
+    pub steps: usize,
+    /// The precision of the products' results; sums are in f32. On a CPU, f32.
+    pub iterate: DType,
+}
+
+impl Default for NewtonSchulz {
+    /// Five Keller Jordan steps in f32, by the cheaper method.
+    fn default() -> Self {
+        Self {
+            method: Method::default(),
+            coefficients: Coefficients::default(),
+            steps: 5,
+            iterate: DType::F32,
+        }
+    }
+}
+
+impl NewtonSchulz {
+    /// Orthogonalizes a matrix `(rows, cols)` or each matrix of a stack `(batch, rows, cols)`, of
+    /// dtype f32, f16 or bf16 and any strides. The result is a new contiguous f32 tensor of the
+    /// same shape; the input is not modified.
+    ///
+    /// # Errors
+    /// [`Error::NotAMatrix`] for another number of dimensions, [`Error::DType`] for another dtype,
+    /// [`Error::IterateDType`] where the device cannot iterate in the precision asked for.
+    pub fn orthogonalize(&self, x: &Tensor) -> Result<Tensor, Error> {
+        let (stack, shape) = match x.rank() {
+            2 => (x.unsqueeze(0)?, x.shape()),
+            3 => (x.clone(), x.shape()),
+            _ => return Err(not_a_matrix("2 or 3 dimensions", x)),
+        };
+        self.check_operand(x)?;
+        let wide = self.iterate(&Oriented::new(&stack)?)?;
+        Ok(wide.contiguous()?.reshape(shape)?)
+    }
+
+    /// Orthogonalizes matrices `(rows, cols)` of any mix of shapes, in one batch for each shape and
+    /// its transpose. Results are contiguous f32 tensors in the order of the inputs.
+    ///
+    /// # Errors
+    /// As [`Self::orthogonalize`], before any work is done.
+    pub fn orthogonalize_all(&self, matrices: &[Tensor]) -> Result<Vec<Tensor>, Error> {
+        let mut groups: BTreeMap<(usize, usize), Vec<(usize, Oriented)>> = BTreeMap::new();
+        for (index, x) in matrices.iter().enumerate() {
+            if x.rank() != 2 {
+                return Err(not_a_matrix("2 dimensions", x));
+            }
+            self.check_operand(x)?;
+            let oriented = Oriented::new(x)?;
+            groups
+                .entry(oriented.sides()?)
+                .or_default()
+                .push((index, oriented));
+        }
+        let mut results: Vec<Option<Tensor>> = vec![None; matrices.len()];
+        for group in groups.values() {
+            let wides: Vec<_> = group.iter().map(|(_, oriented)| &oriented.wide).collect();
+            let stack = Oriented {
+                wide: Tensor::stack(&wides, 0)?,
+                transposed: false,
+            };
+            let stack = self.iterate(&stack)?;
+            for (place, (index, oriented)) in group.iter().enumerate() {
+                results[*index] = Some(oriented.restore(&stack.get(place)?)?.contiguous()?);
+            }
+        }
+        Ok(results
+            .into_iter()
+            .map(|x| x.expect("each input is in one group"))
+            .collect())
+    }
+
+    /// The method that a matrix of `rows` × `cols` is orthogonalized by: `Standard` or `Gram`.
+    #[must_use]
+    pub fn chosen(&self, rows: usize, cols: usize) -> Method {
+        let (n, m) = (rows.min(cols), rows.max(cols));
+        let gram = match self.method {
+            Method::Standard => false,
+            Method::Gram => m > n,
+            Method::Auto => self.gram_flops(n, m) < self.standard_flops(n, m),
+        };
+        if gram { Method::Gram } else { Method::Standard }
+    }
+
+    /// Floating-point operations to orthogonalize a matrix of `rows` × `cols` by the method chosen
+    /// for it, a multiply-add counted as two, element-wise work left out.
+    ///
+    /// With n and m the short and the long side: a `Standard` step is 4n²m + 2n³. `Gram` is 4n²m,
+    /// and as much again for a restart, and n³ times 2 a step, 2 a step that is not the first of
+    /// all or after a restart, and 4 a step that is not the last of all or before a restart. For
+    /// five steps these are 20n²m + 10n³ and 8n²m + 28n³.
+    #[must_use]
+    pub fn flops(&self, rows: usize, cols: usize) -> u64 {
+        let (n, m) = (rows.min(cols), rows.max(cols));
+        match self.chosen(rows, cols) {
+            Method::Gram => self.gram_flops(n, m),
+            Method::Auto | Method::Standard => self.standard_flops(n, m),
+        }
+    }
+
+    fn standard_flops(&self, n: usize, m: usize) -> u64 {
+        let (n, m, steps) = (n as u64, m as u64, self.steps as u64);
+        steps * (4 * n * n * m + 2 * n * n * n)
+    }
+
+    fn gram_flops(&self, n: usize, m: usize) -> u64 {
+        let (n, m, steps) = (n as u64, m as u64, self.steps as u64);
+        let segments = if self.steps > iteration::RESTART {
+            2
+        } else {
+            1
+        };
+        let squares = 2 * steps + (2 + 4) * (steps.saturating_sub(segments));
+        segments * 4 * n * n * m + squares * n * n * n
+    }
+
+    /// Runs the iteration on a stack and gives it back in its first orientation.
+    fn iterate(&self, stack: &Oriented) -> Result<Tensor, Error> {
+        if stack.wide.elem_count() == 0 {
+            return stack.restore(&stack.wide);
+        }
+        let (n, m) = stack.sides()?;
+        let x = normalize(&stack.wide)?.to_dtype(self.iterate)?;
+        let rows = self.coefficients.steps(self.steps);
+        let x = match self.chosen(n, m) {
+            Method::Gram => iteration::gram(x, &rows)?,
+            Method::Auto | Method::Standard => iteration::standard(x, &rows)?,
+        };
+        stack.restore(&x.to_dtype(DType::F32)?)
+    }
+
+    fn check_operand(&self, x: &Tensor) -> Result<(), Error> {
+        self.check_device(x.device())?;
+        match x.dtype() {
+            DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+            dtype => Err(Error::DType {
+                what: "a matrix".to_owned(),
+                dtype,
+                expected: "f32, f16 or bf16",
+            }),
+        }
+    }
+
+    /// candle's products on a CPU accumulate in f16 across the blocks of a long sum.
+    pub(crate) fn check_device(&self, device: &Device) -> Result<(), Error> {
+        let supported = match device {
+            Device::Cpu => self.iterate == DType::F32,
+            _ => matches!(self.iterate, DType::F32 | DType::F16 | DType::BF16),
+        };
+        if supported {
+            Ok(())
+        } else {
+            Err(Error::IterateDType {
+                dtype: self.iterate,
+                device: device.location(),
+            })
+        }
+    }
+}
+
+/// Matrices turned so that they are not taller than wide: `NS(Xᵀ) = NS(X)ᵀ`, and the products of
+/// the short side are the small ones.
+struct Oriented {
+    /// Contiguous f32 without a graph.
+    wide: Tensor,
+    transposed: bool,
+}
+
+impl Oriented {
+    fn new(x: &Tensor) -> Result<Self, Error> {
+        let transposed = x.dim(D::Minus2)? > x.dim(D::Minus1)?;
+        let x = x.detach().to_dtype(DType::F32)?;
+        let x = if transposed { x.t()? } else { x };
+        Ok(Self {
+            wide: x.contiguous()?,
+            transposed,
+        })
+    }
+
+    /// The short and the long side.
+    fn sides(&self) -> Result<(usize, usize), Error> {
+        Ok((self.wide.dim(D::Minus2)?, self.wide.dim(D::Minus1)?))
+    }
+
+    fn restore(&self, wide: &Tensor) -> Result<Tensor, Error> {
+        Ok(if self.transposed {
+            wide.t()?
+        } else {
+            wide.clone()
+        })
+    }
+}
+
+fn not_a_matrix(expected: &'static str, x: &Tensor) -> Error {
+    Error::NotAMatrix {
+        expected,
+        shape: x.shape().clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(method: Method, steps: usize) -> NewtonSchulz {
+        NewtonSchulz {
+            method,
+            steps,
+            ..NewtonSchulz::default()
+        }
+    }
+
+    #[test]
+    fn flops_of_five_steps() {
+        let (n, m) = (3u64, 7u64);
+        let standard = 20 * n * n * m + 10 * n * n * n;
+        let gram = 8 * n * n * m + 28 * n * n * n;
+        assert_eq!(with(Method::Standard, 5).flops(3, 7), standard);
+        assert_eq!(with(Method::Standard, 5).flops(7, 3), standard);
+        assert_eq!(with(Method::Gram, 5).flops(7, 3), gram);
+        assert_eq!(with(Method::Auto, 5).flops(7, 3), gram);
+        assert_eq!(with(Method::Auto, 5).flops(0, 3), 0);
+    }
+
+    /// Counted by hand from the products of the algorithm.
+    #[test]
+    fn gram_flops_of_fewer_steps() {
+        let (n, m) = (3u64, 7u64);
+        let by_hand = [(1, 4, 2), (2, 4, 10), (3, 8, 12), (4, 8, 20)];
+        for (steps, rectangular, square) in by_hand {
+            let expected = rectangular * n * n * m + square * n * n * n;
+            assert_eq!(
+                with(Method::Gram, steps).flops(3, 7),
+                expected,
+                "{steps} steps"
+            );
+        }
+    }
+
+    #[test]
+    fn gram_wins_from_an_aspect_of_one_and_a_half() {
+        let auto = NewtonSchulz::default();
+        assert_eq!(auto.chosen(100, 150), Method::Standard);
+        assert_eq!(auto.chosen(100, 151), Method::Gram);
+        assert_eq!(auto.chosen(151, 100), Method::Gram);
+        assert_eq!(with(Method::Gram, 5).chosen(100, 101), Method::Gram);
+        assert_eq!(with(Method::Gram, 5).chosen(100, 100), Method::Standard);
+        assert_eq!(with(Method::Standard, 5).chosen(1, 100), Method::Standard);
+    }
+
+    #[test]
+    fn names_round_trip() {
+        for method in [Method::Auto, Method::Standard, Method::Gram] {
+            assert_eq!(method.to_string().parse::<Method>().unwrap(), method);
+        }
+        assert!("Gram".parse::<Method>().is_err());
+    }
+
+    #[test]
+    fn operands_are_checked() {
+        let ns = NewtonSchulz::default();
+        let cpu = &Device::Cpu;
+        let vector = Tensor::ones(3, DType::F32, cpu).unwrap();
+        assert!(matches!(
+            ns.orthogonalize(&vector),
+            Err(Error::NotAMatrix { .. })
+        ));
+        let stack = Tensor::ones((2, 3, 3), DType::F32, cpu).unwrap();
+        assert!(matches!(
+            ns.orthogonalize_all(&[stack]),
+            Err(Error::NotAMatrix { .. })
+        ));
+        let integers = Tensor::ones((3, 3), DType::U32, cpu).unwrap();
+        assert!(matches!(
+            ns.orthogonalize(&integers),
+            Err(Error::DType { .. })
+        ));
+        let half = NewtonSchulz {
+            iterate: DType::F16,
+            ..ns
+        };
+        let matrix = Tensor::ones((3, 3), DType::F32, cpu).unwrap();
+        let message = half.orthogonalize(&matrix).unwrap_err().to_string();
+        assert!(
+            message.contains("F16") && message.contains("Cpu"),
+            "{message}"
+        );
+    }
+}
