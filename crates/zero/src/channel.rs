@@ -1,0 +1,81 @@
+//! The way to the other ranks: a communicator, and how many requests went through it.
+
+use std::time::Duration;
+
+use candle_core::{Device, Tensor};
+use polarshard_comm::{Communicator, Pending, Request};
+use polarshard_partition::{Class, Rank, WorldSize};
+
+use crate::error::Result;
+
+#[derive(Debug)]
+pub(crate) struct Channel {
+    comm: Box<dyn Communicator>,
+    issued: u64,
+}
+
+impl Channel {
+    pub(crate) fn new(comm: Box<dyn Communicator>) -> Self {
+        Self { comm, issued: 0 }
+    }
+
+    pub(crate) fn rank(&self) -> Rank {
+        self.comm.rank()
+    }
+
+    pub(crate) fn world(&self) -> WorldSize {
+        self.comm.world()
+    }
+
+    pub(crate) fn deadline(&self) -> Duration {
+        self.comm.deadline()
+    }
+
+    /// Requests started so far, the same on all ranks that have not drifted.
+    pub(crate) fn issued(&self) -> u64 {
+        self.issued
+    }
+
+    pub(crate) fn start(&mut self, request: Request) -> Result<Pending> {
+        let pending = self.comm.start(request)?;
+        self.issued += 1;
+        Ok(pending)
+    }
+
+    /// Sums of control values over ranks, on the host.
+    pub(crate) fn sum(&mut self, values: Vec<f64>) -> Result<Vec<f64>> {
+        let len = values.len();
+        let buffer = Tensor::from_vec(values, len, &Device::Cpu)?;
+        let deadline = self.deadline();
+        let sums = self
+            .start(Request::all_reduce(Class::Control, &buffer))?
+            .finish(deadline)?;
+        Ok(sums.to_vec1()?)
+    }
+
+    /// The control values of every rank, by rank.
+    pub(crate) fn collect(&mut self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
+        let mut all = vec![0.0; values.len() * self.world().get()];
+        let own = self.rank().0 * values.len();
+        all[own..own + values.len()].copy_from_slice(values);
+        let len = all.len();
+        let buffer = Tensor::from_vec(all, len, &Device::Cpu)?;
+        let deadline = self.deadline();
+        let all = self
+            .start(Request::all_gather(Class::Control, &buffer))?
+            .finish(deadline)?
+            .to_vec1()?;
+        Ok(all
+            .chunks(values.len().max(1))
+            .map(<[f64]>::to_vec)
+            .collect())
+    }
+
+    pub(crate) fn comm(&self) -> &dyn Communicator {
+        &*self.comm
+    }
+
+    pub(crate) fn shutdown(self) -> Result<()> {
+        Ok(self.comm.shutdown()?)
+    }
+}

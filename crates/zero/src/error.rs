@@ -1,0 +1,355 @@
+//! What can go wrong, in words that name the parameter, the rank and the sizes.
+
+use std::sync::Arc;
+
+use candle_core::{DType, DeviceLocation};
+use polarshard_partition::Rank;
+
+/// An error of the sharded optimizer.
+///
+/// Unless [`is_fatal`](Self::is_fatal) says otherwise, the weights, the momentum and the step count are as they
+/// were before the call, and training can go on.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// There is nothing to train.
+    #[error(
+        "there is no parameter to train: the list is empty, or every parameter is frozen or a buffer"
+    )]
+    NoParameters,
+    /// Two variables were given under one name.
+    #[error("the name `{name}` is given to two parameters")]
+    DuplicateName {
+        /// The name.
+        name: String,
+    },
+    /// One variable was given under two names.
+    #[error("`{first}` and `{second}` are one variable: give it once, a tied weight has one name")]
+    SharedVariable {
+        /// The name that came first.
+        first: String,
+        /// The name that came second.
+        second: String,
+    },
+    /// A weight has a dtype in which it cannot be trained.
+    #[error("parameter `{name}` has dtype {dtype:?}; f32, f16 and bf16 can be trained")]
+    UnsupportedDtype {
+        /// The parameter.
+        name: String,
+        /// Its dtype.
+        dtype: DType,
+    },
+    /// Parameters of one optimizer lie on different devices.
+    #[error("parameter `{name}` is on {found:?}, the parameters before it are on {expected:?}")]
+    MixedDevices {
+        /// The parameter.
+        name: String,
+        /// The device of the parameters before it.
+        expected: DeviceLocation,
+        /// Its own.
+        found: DeviceLocation,
+    },
+    /// A role was given to a pattern that matches no parameter.
+    #[error("the pattern `{pattern}`, declared {role}, matches no parameter")]
+    UnmatchedPattern {
+        /// The pattern.
+        pattern: String,
+        /// The role that it was to give.
+        role: &'static str,
+    },
+    /// The optimizer's state was asked to live on another device than the weights.
+    #[error(
+        "optimizer offload is not supported: the weights are on {weights:?} and the optimizer was asked to be on \
+         {optimizer:?}; leave `optimizer_device` unset"
+    )]
+    Offload {
+        /// Where the weights are.
+        weights: DeviceLocation,
+        /// Where the optimizer's state was asked to be.
+        optimizer: DeviceLocation,
+    },
+    /// A setting has a value that makes no sense.
+    #[error("{field} is {value}, it must be {wanted}")]
+    InvalidConfig {
+        /// The setting.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// What it may be.
+        wanted: &'static str,
+    },
+    /// A weight was asked for under a known name with another shape or dtype.
+    #[error("`{name}` is registered as {registered} and was asked for as {requested}")]
+    Reregistered {
+        /// The parameter.
+        name: String,
+        /// Shape and dtype under which it is known.
+        registered: String,
+        /// Shape and dtype that were asked for.
+        requested: String,
+    },
+    /// A new weight was asked for after the optimizer had been made.
+    #[error("`{name}` was asked for after the optimizer had been made, build the model first")]
+    Sealed {
+        /// The parameter.
+        name: String,
+    },
+    /// A name is not in the store.
+    #[error("there is no parameter `{name}`")]
+    UnknownName {
+        /// The name.
+        name: String,
+    },
+    /// Parameters never received a gradient in the micro-batches of a step.
+    #[error(
+        "rank {rank}: no gradient reached {}; declare a parameter optional if that is meant. candle's fused `layer_norm`, \
+         `rms_norm`, `softmax_last_dim` and `rope` cut gradients: use `layer_norm_slow`, `rms_norm_slow`, `softmax` and \
+         `rope_slow`",
+        list(names)
+    )]
+    MissingGradient {
+        /// This rank.
+        rank: Rank,
+        /// The parameters.
+        names: Vec<String>,
+    },
+    /// A second gradient of one parameter came in one micro-batch.
+    #[error("rank {rank}: a second gradient of `{name}` came in one micro-batch")]
+    RepeatedGradient {
+        /// This rank.
+        rank: Rank,
+        /// The parameter.
+        name: String,
+    },
+    /// A gradient does not have the shape of its parameter.
+    #[error(
+        "rank {rank}: the gradient of `{name}` has shape {found:?}, the parameter has {expected:?}"
+    )]
+    GradientShape {
+        /// This rank.
+        rank: Rank,
+        /// The parameter.
+        name: String,
+        /// The parameter's shape.
+        expected: Vec<usize>,
+        /// The gradient's.
+        found: Vec<usize>,
+    },
+    /// A gradient does not have the dtype of its parameter.
+    #[error(
+        "rank {rank}: the gradient of `{name}` has dtype {found:?}, the parameter has {expected:?}"
+    )]
+    GradientDtype {
+        /// This rank.
+        rank: Rank,
+        /// The parameter.
+        name: String,
+        /// The parameter's dtype.
+        expected: DType,
+        /// The gradient's.
+        found: DType,
+    },
+    /// A gradient is on another device than its parameter.
+    #[error(
+        "rank {rank}: the gradient of `{name}` is on {found:?}, the parameter is on {expected:?}"
+    )]
+    GradientDevice {
+        /// This rank.
+        rank: Rank,
+        /// The parameter.
+        name: String,
+        /// The parameter's device.
+        expected: DeviceLocation,
+        /// The gradient's.
+        found: DeviceLocation,
+    },
+    /// `loss.backward()` was called on a model of a `ParamStore`.
+    #[error(
+        "a gradient of `{name}` came outside `backward` of its optimizer: call `optimizer.backward(&loss)`"
+    )]
+    OutsideBackward {
+        /// The parameter.
+        name: String,
+    },
+    /// `backward` of an optimizer without a store, whose gradients must be handed in.
+    #[error(
+        "this optimizer was made from variables: call `loss.backward()` and hand the gradients in"
+    )]
+    NoStore,
+    /// `hand_in` of an optimizer with a store, whose gradients arrive during `backward`.
+    #[error(
+        "this optimizer was made from a `ParamStore`: call `backward(&loss)`, there is nothing to hand in"
+    )]
+    HandInWithStore,
+    /// A tensor that a model made from a weight at construction is used in the loss.
+    #[error(
+        "a tensor of shape {shape:?} was computed from a weight before the last step and is used after it: it does not \
+         see the new values; compute it in every forward pass"
+    )]
+    Stale {
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// A micro-batch after the last one of a step.
+    #[error("rank {rank}: {accumulate} micro-batches are complete, call `step` first")]
+    StepDue {
+        /// This rank.
+        rank: Rank,
+        /// Micro-batches in a step.
+        accumulate: usize,
+    },
+    /// A step before its last micro-batch.
+    #[error(
+        "rank {rank}: {done} of {accumulate} micro-batches are complete; `step_partial` steps on fewer"
+    )]
+    StepTooEarly {
+        /// This rank.
+        rank: Rank,
+        /// Micro-batches done.
+        done: usize,
+        /// Micro-batches in a step.
+        accumulate: usize,
+    },
+    /// Some ranks met an error in a micro-batch, so that all ranks dropped the step's micro-batches.
+    #[error(
+        "rank {rank}: the micro-batches of step {step} were dropped on all ranks, for an error on {}",
+        ranks_text(failed)
+    )]
+    Dropped {
+        /// This rank.
+        rank: Rank,
+        /// The step that was to come.
+        step: u64,
+        /// The ranks in error.
+        failed: Vec<Rank>,
+    },
+    /// Ranks disagree on the step, the hyper-parameters, the loss scale or the collectives issued.
+    #[error(
+        "rank {rank}: step {step} was refused, {} disagree(s) with it on the step, the hyper-parameters, the loss scale \
+         or the number of collectives issued",
+        ranks_text(drifted)
+    )]
+    Drifted {
+        /// This rank.
+        rank: Rank,
+        /// The step that was to come.
+        step: u64,
+        /// The ranks that disagree with this one.
+        drifted: Vec<Rank>,
+    },
+    /// Ranks were built differently.
+    #[error("rank {rank} and rank {other} differ in {what}: {mine:#x} here, {theirs:#x} there")]
+    Disagreement {
+        /// This rank.
+        rank: Rank,
+        /// The first rank that differs from it.
+        other: Rank,
+        /// In what they differ.
+        what: &'static str,
+        /// This rank's digest of it.
+        mine: u64,
+        /// The other's.
+        theirs: u64,
+    },
+    /// The weights of one parameter differ between ranks.
+    #[error(
+        "rank {rank}: the weights of `{name}` differ on {}",
+        ranks_text(differing)
+    )]
+    ReplicasDiffer {
+        /// This rank.
+        rank: Rank,
+        /// The first parameter that differs, in registration order.
+        name: String,
+        /// The ranks whose weights differ from those of rank 0.
+        differing: Vec<Rank>,
+    },
+    /// candle's backward pass failed.
+    #[error("rank {rank}: the backward pass failed")]
+    Backward {
+        /// This rank.
+        rank: Rank,
+        /// Why.
+        source: Arc<candle_core::Error>,
+    },
+    /// candle's backward pass panicked.
+    #[error("rank {rank}: the backward pass panicked: {message}")]
+    BackwardPanic {
+        /// This rank.
+        rank: Rank,
+        /// What the panic said.
+        message: String,
+    },
+    /// A weight of a micro-batch that is no positive number.
+    #[error("rank {rank}: a micro-batch weighs {weight}, it must be positive and finite")]
+    MicroBatchWeight {
+        /// This rank.
+        rank: Rank,
+        /// The weight.
+        weight: f64,
+    },
+    /// An earlier fatal error ended this optimizer.
+    #[error("the optimizer ended with an earlier error")]
+    Poisoned {
+        /// That error.
+        #[source]
+        first: Arc<Error>,
+    },
+    /// A tensor operation failed.
+    #[error("a tensor operation failed")]
+    Tensor(#[source] Arc<candle_core::Error>),
+    /// A collective failed.
+    #[error(transparent)]
+    Comm(#[from] polarshard_comm::Error),
+    /// No layout can be built.
+    #[error(transparent)]
+    Partition(#[from] polarshard_partition::Error),
+    /// A rule or a hyper-parameter is wrong.
+    #[error(transparent)]
+    Muon(Arc<polarshard_muon::Error>),
+}
+
+impl Error {
+    /// Whether the optimizer has ended with this error: every later call returns it again.
+    pub fn is_fatal(&self) -> bool {
+        match self {
+            Self::Poisoned { .. } => true,
+            Self::Comm(error) => error.is_fatal(),
+            _ => false,
+        }
+    }
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Self {
+        Self::Tensor(Arc::new(error))
+    }
+}
+
+impl From<polarshard_muon::Error> for Error {
+    fn from(error: polarshard_muon::Error) -> Self {
+        Self::Muon(Arc::new(error))
+    }
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        Self::wrap(error)
+    }
+}
+
+/// A `Result` with this crate's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+fn list(names: &[String]) -> String {
+    names
+        .iter()
+        .map(|name| format!("`{name}`"))
+        .collect::<Vec<_>>()
+        .join(", ")
+}
+
+fn ranks_text(ranks: &[Rank]) -> String {
+    let numbers: Vec<_> = ranks.iter().map(ToString::to_string).collect();
+    format!("rank(s) {}", numbers.join(", "))
+}

@@ -1,0 +1,42 @@
+//! Swaps of slices between ranks: one parcel for each pair of ranks that have something for one another.
+
+use candle_core::{DType, Device, Tensor};
+use polarshard_comm::{Op, Request};
+use polarshard_partition::{Class, RankExchange};
+
+use crate::channel::Channel;
+use crate::error::Result;
+use crate::flat;
+use crate::fragments::Fragments;
+
+/// Sends this rank's parcels from `fragments` and puts what comes into them.
+pub(crate) fn exchange(
+    channel: &mut Channel,
+    plan: &RankExchange,
+    dtype: DType,
+    device: &Device,
+    fragments: &mut Fragments,
+) -> Result<()> {
+    let buffer = Tensor::zeros(plan.len, dtype, device)?;
+    for piece in plan.sends.iter().flat_map(|parcel| &parcel.pieces) {
+        flat::write(&buffer, piece.at, &fragments.read(piece.param, piece.span)?)?;
+    }
+    let sends = plan.sends.iter().map(|parcel| Op::Send {
+        span: parcel.span,
+        to: parcel.peer,
+    });
+    let receives = plan.receives.iter().map(|parcel| Op::Recv {
+        span: parcel.span,
+        from: parcel.peer,
+    });
+    let ops = sends.chain(receives).collect();
+    let buffer = channel
+        .start(Request::new(Class::Exchange, buffer, ops))?
+        .wait()?;
+    for piece in plan.receives.iter().flat_map(|parcel| &parcel.pieces) {
+        let span = polarshard_partition::Span::of_len(piece.at, piece.span.len());
+        let values = flat::view(&buffer, span)?.to_dtype(DType::F32)?;
+        fragments.put(piece.param, piece.span.start, values);
+    }
+    Ok(())
+}

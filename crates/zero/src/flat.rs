@@ -1,0 +1,55 @@
+//! Reads and writes of runs of one-dimensional tensors, in place through views.
+
+use candle_core::{DType, Result, Tensor};
+use polarshard_partition::Span;
+
+/// The elements of a span, as a view.
+pub(crate) fn view(flat: &Tensor, span: Span) -> Result<Tensor> {
+    flat.narrow(0, span.start, span.len())
+}
+
+/// Writes `values`, cast to the dtype of `flat`, at an offset.
+pub(crate) fn write(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
+    if values.elem_count() == 0 {
+        return Ok(());
+    }
+    flat.slice_set(&values.to_dtype(flat.dtype())?, 0, at)
+}
+
+/// Adds `values`, cast to the dtype of `flat`, at an offset.
+pub(crate) fn add(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
+    if values.elem_count() == 0 {
+        return Ok(());
+    }
+    let span = Span::of_len(at, values.elem_count());
+    let sum = (view(flat, span)? + values.to_dtype(flat.dtype())?)?;
+    flat.slice_set(&sum, 0, at)
+}
+
+/// Writes zeros.
+pub(crate) fn zero(flat: &Tensor, span: Span) -> Result<()> {
+    write(
+        flat,
+        span.start,
+        &Tensor::zeros(span.len(), flat.dtype(), flat.device())?,
+    )
+}
+
+/// The product with a factor, in fp32 with one rounding; the values as they are where the factor is 1.
+pub(crate) fn scaled(values: &Tensor, factor: f64) -> Result<Tensor> {
+    if factor == 1.0 {
+        Ok(values.clone())
+    } else {
+        values.to_dtype(DType::F32)?.affine(factor, 0.0)
+    }
+}
+
+/// A contiguous one-dimensional form, outside any graph.
+pub(crate) fn one_dimensional(values: &Tensor) -> Result<Tensor> {
+    values.detach().contiguous()?.flatten_all()
+}
+
+/// The address of a tensor's storage: views and clones share it.
+pub(crate) fn address(tensor: &Tensor) -> usize {
+    std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
+}

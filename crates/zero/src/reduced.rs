@@ -1,0 +1,102 @@
+//! What a rank keeps of the reduced gradients until the boundary: its shards, or whole parameters, in fp32.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use polarshard_partition::{BlockId, Kept, ParamId, Place, Plan, Rank, Span};
+
+use crate::error::Result;
+use crate::flat;
+
+#[derive(Debug)]
+pub(crate) struct Reduced {
+    /// By bucket.
+    kept: Vec<Vec<Kept>>,
+    /// By bucket: whether this step's sum has begun.
+    begun: Vec<bool>,
+    shards: BTreeMap<BlockId, Tensor>,
+    wholes: BTreeMap<ParamId, Tensor>,
+}
+
+impl Reduced {
+    pub(crate) fn new(plan: &Arc<Plan>, rank: Rank, device: &Device) -> Result<Self> {
+        let kept: Vec<_> = plan
+            .layout()
+            .bucket_ids()
+            .map(|bucket| plan.kept(bucket, rank))
+            .collect();
+        let mut shards = BTreeMap::new();
+        let mut wholes = BTreeMap::new();
+        for place in kept.iter().flatten().map(|kept| kept.into) {
+            match place {
+                Place::Shard { block, .. } if !shards.contains_key(&block) => {
+                    let len = plan.layout().block(block).shard_len;
+                    shards.insert(block, Tensor::zeros(len, DType::F32, device)?);
+                }
+                Place::Whole { param, .. } if !wholes.contains_key(&param) => {
+                    let len = plan.params().get(param).elems();
+                    wholes.insert(param, Tensor::zeros(len, DType::F32, device)?);
+                }
+                _ => {}
+            }
+        }
+        Ok(Self {
+            begun: vec![false; kept.len()],
+            kept,
+            shards,
+            wholes,
+        })
+    }
+
+    /// Adds what this rank keeps of a reduced bucket.
+    pub(crate) fn fold(&mut self, bucket: usize, buffer: &Tensor) -> Result<()> {
+        let begun = std::mem::replace(&mut self.begun[bucket], true);
+        for Kept { from, into } in &self.kept[bucket] {
+            let (target, at) = match into {
+                Place::Shard { block, at } => (&self.shards[block], *at),
+                Place::Whole { param, at } => (&self.wholes[param], *at),
+            };
+            let values = flat::view(buffer, *from)?;
+            if begun {
+                flat::add(target, at, &values)?
+            } else {
+                flat::write(target, at, &values)?
+            }
+        }
+        Ok(())
+    }
+
+    /// The sum over one slice of this rank, as a view.
+    pub(crate) fn slice(
+        &self,
+        param: ParamId,
+        span: Span,
+        block: BlockId,
+        at: usize,
+    ) -> Result<Tensor> {
+        Ok(match self.wholes.get(&param) {
+            Some(whole) => flat::view(whole, span)?,
+            None => flat::view(&self.shards[&block], Span::of_len(at, span.len()))?,
+        })
+    }
+
+    /// The sum over a whole parameter, where this rank keeps it.
+    pub(crate) fn whole(&self, param: ParamId) -> Option<&Tensor> {
+        self.wholes.get(&param)
+    }
+
+    /// Forgets the sums.
+    pub(crate) fn clear(&mut self) {
+        self.begun.fill(false);
+    }
+
+    /// Elements held.
+    pub(crate) fn elems(&self) -> usize {
+        self.shards
+            .values()
+            .chain(self.wholes.values())
+            .map(Tensor::elem_count)
+            .sum()
+    }
+}

@@ -1,0 +1,46 @@
+//! The operation whose output is a weight and whose backward pass hands its gradient over.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+
+use polarshard_partition::ParamId;
+
+use crate::inbox::Socket;
+
+/// Applied once, at registration, to a one-element variable: the forward pass yields the weight's storage, so the
+/// weight exists once; the backward pass receives the complete gradient once, also of a tied weight, and lets nothing
+/// pass on to the variable.
+pub(super) struct Hook {
+    pub(super) name: String,
+    pub(super) shape: Shape,
+    /// Yielded by the forward pass.
+    pub(super) values: Mutex<Option<CpuStorage>>,
+    pub(super) socket: Arc<Socket>,
+    /// The weight's id, known once the optimizer is made.
+    pub(super) param: Arc<OnceLock<ParamId>>,
+}
+
+impl CustomOp1 for Hook {
+    fn name(&self) -> &'static str {
+        "polarshard-weight"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        match self
+            .values
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
+        {
+            Some(values) => Ok((values, self.shape.clone())),
+            None => bail!("the weight `{}` was registered twice", self.name),
+        }
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        self.socket
+            .deliver(self.param.get().copied(), &self.name, gradient)?;
+        Ok(None)
+    }
+}

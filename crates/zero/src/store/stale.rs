@@ -1,0 +1,60 @@
+//! Finds tensors that a model computed from a weight once, at construction, and goes on using.
+//!
+//! candle builds its graph anew in every forward pass, so a node that was there before the last step and is there
+//! again was kept by the model. If it is neither a variable nor a view of a weight, it never sees the weight's new
+//! values.
+
+use std::collections::BTreeSet;
+
+use candle_core::{Tensor, TensorId};
+
+use crate::error::{Error, Result};
+use crate::flat;
+
+/// Looks at the losses of the first step, and at the first loss after it.
+#[derive(Debug)]
+pub(crate) struct StaleCheck {
+    /// Where the weights' storages are.
+    weights: BTreeSet<usize>,
+    #[expect(
+        clippy::disallowed_types,
+        reason = "asked for members only, on one rank; candle's ids have no order"
+    )]
+    seen: std::collections::HashSet<TensorId>,
+    done: bool,
+}
+
+impl StaleCheck {
+    pub(super) fn new<'a>(weights: impl Iterator<Item = &'a Tensor>) -> Self {
+        Self {
+            weights: weights.map(flat::address).collect(),
+            seen: Default::default(),
+            done: false,
+        }
+    }
+
+    /// Checks the loss of a micro-batch, `steps` steps after the start.
+    pub(crate) fn check(&mut self, loss: &Tensor, steps: u64) -> Result<()> {
+        if self.done {
+            return Ok(());
+        }
+        let nodes = loss.sorted_nodes();
+        let mut kept = nodes
+            .into_iter()
+            .filter(|node| !node.is_variable() && !self.weights.contains(&flat::address(node)));
+        if steps == 0 {
+            self.seen.extend(kept.map(Tensor::id));
+            return Ok(());
+        }
+        match kept.find(|node| self.seen.contains(&node.id())) {
+            Some(stale) => Err(Error::Stale {
+                shape: stale.dims().to_vec(),
+            }),
+            None => {
+                self.done = true;
+                self.seen.clear();
+                Ok(())
+            }
+        }
+    }
+}
