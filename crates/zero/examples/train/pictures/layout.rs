@@ -1,0 +1,155 @@
+//! The map of the flat spaces: every block, its shards, and who computes what.
+
+use polarshard_partition::{Block, BlockId, Plan, Rank, Run, Source, Span};
+
+use super::canvas::{Anchor, Canvas, FAINT, INK};
+use crate::table::grouped;
+
+const WIDTH: f64 = 980.0;
+const LEFT: f64 = 24.0;
+const RIGHT: f64 = WIDTH - 24.0;
+const TOP: f64 = 84.0;
+/// From one block's bar to the next.
+const PITCH: f64 = 72.0;
+/// The thin bar that tells a shard's owner, and the bar of what lies in it.
+const OWNER: f64 = 6.0;
+const BAR: f64 = 30.0;
+/// The width of a character of a label, nearly.
+const CHARACTER: f64 = 6.0;
+
+/// Ranks beyond these take the colours again from the first on.
+const COLOURS: [&str; 8] =
+    ["#4e9fd1", "#f0a24a", "#62b57a", "#d9788f", "#9a86cf", "#b98e6b", "#5fc0bd", "#b5b34b"];
+
+/// The layout of a plan. A bar is a block; over it, in the owners' colours, its shards; in it the parameters' runs, in
+/// the colour of the rank that computes their update.
+pub(crate) fn layout(plan: &Plan) -> String {
+    let blocks = plan.layout().blocks().len();
+    let mut canvas = Canvas::new(WIDTH, TOP + PITCH * blocks as f64 + 8.0);
+    head(&mut canvas, plan);
+    for (index, id) in plan.layout().block_ids().enumerate() {
+        Row::new(plan, id, TOP + PITCH * index as f64).draw(&mut canvas);
+    }
+    canvas.finish()
+}
+
+fn head(canvas: &mut Canvas, plan: &Plan) {
+    let (layout, route, policy) = (plan.layout(), plan.route(), plan.policy());
+    let title = format!("Layout: placement {}, route {route}, policy {policy}", layout.placement());
+    canvas.text(LEFT, 30.0, Anchor::Start, 16.0, INK, title);
+    let mut x = LEFT;
+    for rank in layout.world().ranks() {
+        canvas.rect((x, 44.0), (12.0, 12.0), &format!(r#"fill="{}""#, colour(rank)), "");
+        canvas.text(x + 17.0, 54.0, Anchor::Start, 12.0, INK, format_args!("rank {rank}"));
+        x += 66.0;
+    }
+    canvas.rect((x, 44.0), (12.0, 12.0), &format!(r#"fill="url(#padding)" stroke="{FAINT}""#), "");
+    canvas.text(x + 17.0, 54.0, Anchor::Start, 12.0, INK, "padding");
+    let meaning = "thin bar: owner of the shard; thick bar: rank that computes the update";
+    canvas.text(RIGHT, 54.0, Anchor::End, 12.0, FAINT, meaning);
+}
+
+/// One block on the sheet.
+struct Row<'a> {
+    plan: &'a Plan,
+    id: BlockId,
+    block: &'a Block,
+    top: f64,
+}
+
+impl<'a> Row<'a> {
+    fn new(plan: &'a Plan, id: BlockId, top: f64) -> Self {
+        Self { plan, id, block: plan.layout().block(id), top }
+    }
+
+    fn draw(&self, canvas: &mut Canvas) {
+        let group = self.plan.layout().space(self.block.space).group;
+        let (shard, world) = (self.block.shard_len, self.plan.layout().world());
+        let elems = grouped((world.get() * shard) as u64);
+        let label = format!("block {}, {group}: {elems} elements, {} a shard", self.id.index(), grouped(shard as u64));
+        canvas.text(LEFT, self.top, Anchor::Start, 12.0, INK, label);
+        for rank in world.ranks() {
+            let span = self.plan.layout().shard_span(self.id, rank);
+            self.rect(canvas, span, (8.0, OWNER), &format!(r#"fill="{}""#, colour(rank)), "");
+        }
+        for run in &self.block.runs {
+            match run.source {
+                Some(source) => self.parameter(canvas, run, source),
+                None => self.padding(canvas, run),
+            }
+        }
+        for rank in world.ranks().skip(1) {
+            let x = self.x(rank.0 * shard);
+            let (from, to) = ((x, self.top + 8.0), (x, self.top + 18.0 + BAR));
+            canvas.line(from, to, &format!(r#"stroke="{INK}" stroke-width="1.5""#));
+        }
+    }
+
+    fn parameter(&self, canvas: &mut Canvas, run: &Run, source: Source) {
+        let param = self.plan.params().get(source.param);
+        for (span, rank) in self.computed(run, source) {
+            let in_param = Span::of_len(source.start + span.start - run.at, span.len());
+            let owner = Rank(span.start / self.block.shard_len);
+            let hint = format!("{} {in_param}: owned by rank {owner}, computed by rank {rank}", param.name);
+            let style = format!(r#"fill="{}" fill-opacity="0.55""#, colour(rank));
+            self.rect(canvas, span, (16.0, BAR), &style, &hint);
+        }
+        let style = r##"fill="none" stroke="#fff" stroke-width="1.5""##;
+        self.rect(canvas, run.span(), (16.0, BAR), style, "");
+        let (left, right) = (self.x(run.at), self.x(run.at + run.len));
+        if let Some(name) = fitting(&param.name, right - left) {
+            canvas.text((left + right) / 2.0, self.top + 35.0, Anchor::Middle, 11.0, INK, name);
+        }
+    }
+
+    fn padding(&self, canvas: &mut Canvas, run: &Run) {
+        let hint = format!("{} elements of padding", run.len);
+        self.rect(canvas, run.span(), (16.0, BAR), r#"fill="url(#padding)""#, &hint);
+    }
+
+    /// A run in pieces of one computing rank each: its matrix's compute owner, or its own owner where every owner
+    /// computes for itself.
+    fn computed(&self, run: &Run, source: Source) -> Vec<(Span, Rank)> {
+        let params = self.plan.params();
+        let in_param = |span: Span| Span::of_len(source.start + span.start - run.at, span.len());
+        let mut pieces = Vec::new();
+        for rank in self.plan.layout().world().ranks() {
+            let shard = self.plan.layout().shard_span(self.id, rank);
+            let Some(owned) = run.span().intersect(shard) else { continue };
+            let mut matrices = params.matrices_of(source.param).peekable();
+            if matrices.peek().is_none() {
+                pieces.push((owned, rank));
+            }
+            for matrix in matrices {
+                if let Some(piece) = params.matrix(matrix).1.span.intersect(in_param(owned)) {
+                    let span = Span::of_len(run.at + piece.start - source.start, piece.len());
+                    pieces.push((span, self.plan.compute_owner(matrix).unwrap_or(rank)));
+                }
+            }
+        }
+        pieces
+    }
+
+    fn rect(&self, canvas: &mut Canvas, span: Span, (below, height): (f64, f64), style: &str, hint: &str) {
+        let (left, right) = (self.x(span.start), self.x(span.end));
+        canvas.rect((left, self.top + below), (right - left, height), style, hint);
+    }
+
+    /// Each block is drawn to the full width.
+    fn x(&self, elem: usize) -> f64 {
+        let elems = self.plan.layout().world().get() * self.block.shard_len;
+        LEFT + (RIGHT - LEFT) * elem as f64 / elems as f64
+    }
+}
+
+fn colour(rank: Rank) -> &'static str {
+    COLOURS[rank.0 % COLOURS.len()]
+}
+
+/// As much of a name as fits: without `weight`, which says nothing, and then the last parts of it.
+fn fitting(name: &str, width: f64) -> Option<&str> {
+    let name = name.strip_suffix(".weight").unwrap_or(name);
+    let starts = [0].into_iter().chain(name.match_indices('.').map(|(at, _)| at + 1));
+    let mut tails = starts.map(|start| &name[start..]);
+    tails.find(|tail| CHARACTER * tail.len() as f64 + 4.0 <= width)
+}
