@@ -31,7 +31,7 @@ impl Gpt {
             embed: embedding(BYTES, width, vb.pp("embed"))?,
             layers: (0..options.layers.get()).map(layer).collect::<Result<_>>()?,
             norm: RmsNorm::new(width, vb, "norm")?,
-            head: linear(width, BYTES, 1.0, &vb.pp("lm_head"))?,
+            head: linear(width, BYTES, 0.1, &vb.pp("lm_head"))?,
             mask: causal(context)?,
             rotation: Rotation::new(context, width / heads)?,
         })

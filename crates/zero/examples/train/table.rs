@@ -2,9 +2,21 @@
 
 use std::collections::BTreeMap;
 
-use polarshard_partition::{Call, Class, Collective, Tally, WorldSize};
+use polarshard_partition::{Call, Class, Collective, Plan, Tally, UpdateGroup, WorldSize};
 
 use crate::train::Trained;
+
+/// The size of the model, in a line.
+pub(crate) fn model(plan: &Plan) -> String {
+    let params = plan.params();
+    let elems = |group| {
+        let members = params.iter().filter(|(_, param)| param.group() == group);
+        grouped(members.map(|(_, param)| param.elems() as u64).sum())
+    };
+    let (muon, adamw) = (elems(UpdateGroup::Muon), elems(UpdateGroup::AdamW));
+    let (matrices, blocks) = (params.matrices().len(), plan.layout().blocks().len());
+    format!("model: {muon} weights in {matrices} matrices are muon's, {adamw} are adamw's; blocks: {blocks}")
+}
 
 /// The bytes that each rank holds, and its share of the work.
 pub(crate) fn memory(ranks: &[Trained]) -> String {

@@ -12,6 +12,7 @@ use polarshard_zero::{Error, MemoryUse, Outcome, ParamStore, Roles, ZeroOptimize
 use crate::curve::{self, Curve, HeldOut};
 use crate::model::{DEVICE, Gpt};
 use crate::options::Options;
+use crate::table;
 use crate::text::Text;
 
 /// How long a rank may be behind the others: they share the cores of one machine.
@@ -56,7 +57,7 @@ fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained>
     let model = Gpt::new(options, &store.var_builder(DType::F32, &DEVICE))?;
     let mut optimizer = store.optimizer(Box::new(comm), options.config())?;
     if rank == Rank(0) {
-        println!("{}", optimizer.routing());
+        println!("{}", table::model(optimizer.plan()));
     }
     // What ranks said to agree on all this belongs to no step.
     log.take();

@@ -49,6 +49,17 @@ fn head(canvas: &mut Canvas, plan: &Plan) {
     canvas.text(RIGHT, 54.0, Anchor::End, 12.0, FAINT, meaning);
 }
 
+/// A part of a run.
+struct Piece {
+    /// Where it lies in the block.
+    span: Span,
+    /// Its first element, in the parameter.
+    start: usize,
+    owner: Rank,
+    /// The rank that computes its update.
+    computer: Rank,
+}
+
 /// One block on the sheet.
 struct Row<'a> {
     plan: &'a Plan,
@@ -87,19 +98,32 @@ impl<'a> Row<'a> {
 
     fn parameter(&self, canvas: &mut Canvas, run: &Run, source: Source) {
         let param = self.plan.params().get(source.param);
-        for (span, rank) in self.computed(run, source) {
-            let in_param = Span::of_len(source.start + span.start - run.at, span.len());
-            let owner = Rank(span.start / self.block.shard_len);
-            let hint = format!("{} {in_param}: owned by rank {owner}, computed by rank {rank}", param.name);
-            let style = format!(r#"fill="{}" fill-opacity="0.55""#, colour(rank));
-            self.rect(canvas, span, (16.0, BAR), &style, &hint);
+        let pieces = self.pieces(run, source);
+        for Piece { span, start, owner, computer } in &pieces {
+            let in_param = Span::of_len(*start, span.len());
+            let hint = format!("{} {in_param}: owned by rank {owner}, computed by rank {computer}", param.name);
+            let style = format!(r#"fill="{}" fill-opacity="0.55""#, colour(*computer));
+            self.rect(canvas, *span, (16.0, BAR), &style, &hint);
         }
-        let style = r##"fill="none" stroke="#fff" stroke-width="1.5""##;
-        self.rect(canvas, run.span(), (16.0, BAR), style, "");
-        let (left, right) = (self.x(run.at), self.x(run.at + run.len));
+        // Where one matrix or parameter ends and the next begins; a cut between shards is drawn over it.
+        for piece in &pieces {
+            self.border(canvas, piece.span.end, 0.8);
+        }
+        self.border(canvas, run.at + run.len, 2.0);
+        // In the widest part that no cut goes through.
+        let world = self.plan.layout().world();
+        let shards = world.ranks().filter_map(|rank| run.span().intersect(self.plan.layout().shard_span(self.id, rank)));
+        let Some(widest) = shards.max_by_key(|part| part.len()) else { return };
+        let (left, right) = (self.x(widest.start), self.x(widest.end));
         if let Some(name) = fitting(&param.name, right - left) {
             canvas.text((left + right) / 2.0, self.top + 35.0, Anchor::Middle, 11.0, INK, name);
         }
+    }
+
+    fn border(&self, canvas: &mut Canvas, elem: usize, width: f64) {
+        let x = self.x(elem);
+        let style = format!(r##"stroke="#fff" stroke-width="{width}""##);
+        canvas.line((x, self.top + 16.0), (x, self.top + 16.0 + BAR), &style);
     }
 
     fn padding(&self, canvas: &mut Canvas, run: &Run) {
@@ -107,23 +131,25 @@ impl<'a> Row<'a> {
         self.rect(canvas, run.span(), (16.0, BAR), r#"fill="url(#padding)""#, &hint);
     }
 
-    /// A run in pieces of one computing rank each: its matrix's compute owner, or its own owner where every owner
-    /// computes for itself.
-    fn computed(&self, run: &Run, source: Source) -> Vec<(Span, Rank)> {
-        let params = self.plan.params();
-        let in_param = |span: Span| Span::of_len(source.start + span.start - run.at, span.len());
+    /// A run in pieces of one matrix and one shard each. What is in no matrix is computed by its owner, as is what every
+    /// owner computes for itself.
+    fn pieces(&self, run: &Run, source: Source) -> Vec<Piece> {
+        let (params, layout) = (self.plan.params(), self.plan.layout());
         let mut pieces = Vec::new();
-        for rank in self.plan.layout().world().ranks() {
-            let shard = self.plan.layout().shard_span(self.id, rank);
-            let Some(owned) = run.span().intersect(shard) else { continue };
+        for owner in layout.world().ranks() {
+            let Some(owned) = run.span().intersect(layout.shard_span(self.id, owner)) else { continue };
+            let in_param = Span::of_len(source.start + owned.start - run.at, owned.len());
+            let mut push = |part: Span, computer| {
+                let span = Span::of_len(run.at + part.start - source.start, part.len());
+                pieces.push(Piece { span, start: part.start, owner, computer });
+            };
             let mut matrices = params.matrices_of(source.param).peekable();
             if matrices.peek().is_none() {
-                pieces.push((owned, rank));
+                push(in_param, owner);
             }
             for matrix in matrices {
-                if let Some(piece) = params.matrix(matrix).1.span.intersect(in_param(owned)) {
-                    let span = Span::of_len(run.at + piece.start - source.start, piece.len());
-                    pieces.push((span, self.plan.compute_owner(matrix).unwrap_or(rank)));
+                if let Some(part) = params.matrix(matrix).1.span.intersect(in_param) {
+                    push(part, self.plan.compute_owner(matrix).unwrap_or(owner));
                 }
             }
         }
