@@ -90,13 +90,13 @@ impl Config {
         {
             return Err(invalid(
                 "gradient_wire",
-                format!("{dtype:?}"),
+                &dtype.as_str(),
                 "f32, f16 or bf16",
             ));
         }
         match self.broadcast_from {
             Some(rank) if rank >= world => {
-                Err(invalid("broadcast_from", rank, "a rank of the world"))
+                Err(invalid("broadcast_from", &rank, "a rank of the world"))
             }
             _ => Ok(()),
         }
@@ -107,11 +107,11 @@ pub(crate) fn positive(field: &'static str, value: f64) -> Result<()> {
     if value.is_finite() && value > 0.0 {
         Ok(())
     } else {
-        Err(invalid(field, value, "positive and finite"))
+        Err(invalid(field, &value, "positive and finite"))
     }
 }
 
-fn invalid(field: &'static str, value: impl ToString, wanted: &'static str) -> Error {
+fn invalid(field: &'static str, value: &impl ToString, wanted: &'static str) -> Error {
     Error::InvalidConfig {
         field,
         value: value.to_string(),

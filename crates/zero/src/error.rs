@@ -293,7 +293,7 @@ pub enum Error {
     Poisoned {
         /// That error.
         #[source]
-        first: Arc<Error>,
+        first: Arc<Self>,
     },
     /// A tensor operation failed.
     #[error("a tensor operation failed")]

@@ -70,7 +70,7 @@ impl ZeroOptimizer {
         comm: Box<dyn Communicator>,
         config: Config,
     ) -> Result<Self> {
-        roles.check(variables.iter().map(|(name, _)| name.as_str()))?;
+        roles.check(&variables.iter().map(|(name, _)| name.as_str()))?;
         let (mut names, mut storages) = (BTreeSet::new(), BTreeMap::new());
         for (name, variable) in &variables {
             if !names.insert(name) {
@@ -402,7 +402,7 @@ impl ZeroOptimizer {
                 SliceState::Momentum(tensor) => momentum += BYTES * tensor.elem_count(),
                 SliceState::InFull => {}
                 SliceState::Moments { first, second } => {
-                    moments += elems(&mut [first, second].into_iter())
+                    moments += elems(&mut [first, second].into_iter());
                 }
             }
         }
