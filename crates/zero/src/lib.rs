@@ -11,6 +11,7 @@
 mod agreement;
 mod buffers;
 mod channel;
+mod checkpoint;
 mod config;
 mod decision;
 mod dtypes;

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
@@ -15,6 +16,7 @@ use polarshard_partition::{
 
 use crate::agreement;
 use crate::channel::Channel;
+use crate::checkpoint;
 use crate::config::{Config, positive};
 use crate::decision::{Census, Decision, Verdict};
 use crate::dtypes;
@@ -309,6 +311,51 @@ impl ZeroOptimizer {
         self.guard(verified)
     }
 
+    /// Saves masters, momentum, moments and step counts to a folder that all ranks see. A collective: all ranks call it
+    /// with the same folder, between steps. A checkpoint in the folder is replaced when the new one is whole.
+    ///
+    /// Frozen tensors and buffers belong to the model and are not saved.
+    ///
+    /// # Errors
+    /// [`Error::WithinStep`], [`Error::Checkpoint`] naming the file on the rank that met it and
+    /// [`Error::CheckpointFailed`] on the others: the earlier checkpoint is whole.
+    pub fn save(&mut self, folder: impl AsRef<Path>) -> Result<()> {
+        self.between_steps()?;
+        let saved = checkpoint::save(
+            &mut self.inbox.intake().channel,
+            &self.shard,
+            self.steps,
+            folder.as_ref(),
+        );
+        self.guard(saved)
+    }
+
+    /// Loads what [`save`](Self::save) wrote, at any world size, stage, placement, route and policy, into the same
+    /// parameters by name. A collective. Training goes on bit for bit where all of these are the same.
+    ///
+    /// # Errors
+    /// [`Error::WithinStep`]; [`Error::NotInCheckpoint`], [`Error::NotInModel`], [`Error::CheckpointShape`] and
+    /// [`Error::Checkpoint`], naming the parameter or file, and [`Error::CheckpointFailed`] on the other ranks: nothing
+    /// has changed then, on any rank.
+    pub fn load(&mut self, folder: impl AsRef<Path>) -> Result<()> {
+        self.between_steps()?;
+        let loaded = checkpoint::load(
+            &mut self.inbox.intake().channel,
+            &self.shard,
+            folder.as_ref(),
+        );
+        let loaded = self.guard(loaded)?;
+        let step = loaded.step;
+        let published = loaded.put_in(&mut self.shard).and_then(|()| {
+            let channel = &mut self.inbox.intake().channel;
+            self.publisher
+                .publish(channel, &self.plan, &self.shard.masters, &self.weights)
+        });
+        published.map_err(|error| self.end(error))?;
+        self.steps = step;
+        Ok(())
+    }
+
     /// The learning rate of the group `muon`.
     pub fn learning_rate(&self) -> f64 {
         self.config.muon.lr
@@ -517,6 +564,18 @@ impl ZeroOptimizer {
             orthogonalized,
             unreduced_peak,
         })
+    }
+
+    fn between_steps(&self) -> Result<()> {
+        self.alive()?;
+        let intake = self.inbox.intake();
+        match intake.cycle().done {
+            0 => Ok(()),
+            done => Err(Error::WithinStep {
+                rank: intake.channel.rank(),
+                done,
+            }),
+        }
     }
 
     fn alive(&self) -> Result<()> {

@@ -116,6 +116,10 @@ impl Shard {
         })
     }
 
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
     pub(crate) fn plan(&self) -> &Plan {
         &self.plan
     }
