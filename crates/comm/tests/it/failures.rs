@@ -41,7 +41,7 @@ fn errors(fault: Fault) -> (Vec<(Rank, Error, Error)>, Option<Error>) {
             ranks::Outcome::Done(errors) => others.push(errors),
             ranks::Outcome::Failed(error) => own = Some(error),
             ranks::Outcome::Panicked(message) => {
-                assert!(message.contains("on purpose"), "{message}")
+                assert!(message.contains("on purpose"), "{message}");
             }
         }
     }
@@ -76,26 +76,26 @@ fn a_rank_that_panics_or_leaves_is_named_at_once() {
     }
 }
 
-fn other_collective(request: Request) -> Request {
+fn other_collective(request: &Request) -> Request {
     Request::reduce_scatter(request.class(), request.buffer())
 }
 
-fn other_size(request: Request) -> Request {
+fn other_size(request: &Request) -> Request {
     Request::all_reduce(request.class(), &request.buffer().narrow(0, 0, 7).unwrap())
 }
 
-fn other_dtype(request: Request) -> Request {
+fn other_dtype(request: &Request) -> Request {
     Request::all_reduce(
         request.class(),
         &request.buffer().to_dtype(DType::F64).unwrap(),
     )
 }
 
-fn other_class(request: Request) -> Request {
+fn other_class(request: &Request) -> Request {
     Request::all_reduce(Class::Weight, request.buffer())
 }
 
-fn other_number(request: Request) -> Request {
+fn other_number(request: &Request) -> Request {
     let ops = vec![
         Op::AllReduce(Span::new(0, 4)),
         Op::AllReduce(Span::new(4, 8)),
@@ -103,7 +103,7 @@ fn other_number(request: Request) -> Request {
     Request::new(request.class(), request.buffer().clone(), ops)
 }
 
-fn nothing(request: Request) -> Request {
+fn nothing(request: &Request) -> Request {
     Request::new(request.class(), request.buffer().clone(), Vec::new())
 }
 
@@ -118,7 +118,7 @@ fn a_rank_that_calls_something_else_is_named_with_both_calls() {
         nothing,
     ] {
         let right = good(Class::Gradient).called();
-        let wrong = other(good(Class::Gradient)).called();
+        let wrong = other(&good(Class::Gradient)).called();
         let (others, own) = errors(Fault::Replace(other));
         let own = own.unwrap();
         for error in others.iter().map(|(_, first, _)| first).chain([&own]) {
@@ -220,6 +220,8 @@ fn a_rank_that_does_not_come_is_named_when_the_deadline_is_over() {
             over.wait();
             return Ok(run(&mut comm, good(Class::Gradient)).unwrap_err());
         }
+        // A pause that is over changes nothing.
+        drop(comm.pause());
         let error = comm
             .start(good(Class::Gradient))
             .and_then(polarshard_comm::Pending::wait)

@@ -1,4 +1,8 @@
 //! The crate from outside.
+#![expect(
+    clippy::unwrap_used,
+    reason = "clippy allows it in test functions, but not in their helpers"
+)]
 
 mod backend;
 mod failures;

@@ -84,7 +84,7 @@ type Met = Result<Arc<[Payload]>, Error>;
 fn explore(
     ranks: usize,
     deadline: Duration,
-    rank: impl Fn(usize, &Explored) -> Vec<Met> + Send + Sync + Copy + 'static,
+    rank: impl Fn(usize, &Arc<Explored>) -> Vec<Met> + Send + Sync + Copy + 'static,
     check: impl Fn(Vec<Vec<Met>>) + Send + Sync + Copy + 'static,
 ) {
     let scenario = move || {
@@ -251,15 +251,11 @@ fn no_deadline_comes_while_a_rank_pauses() {
         3,
         SOON,
         |rank, meeting| {
-            if rank == 0 {
-                meeting.pause();
-            }
+            let pause = (rank == 0).then(|| meeting.pause());
             // Once this round is over, the pause has begun.
             let first = meet(meeting, rank, 0, 2);
             let second = first.is_ok().then(|| meet(meeting, rank, 1, 2));
-            if rank == 0 {
-                meeting.resume();
-            }
+            drop(pause);
             second.into_iter().collect()
         },
         |met| {

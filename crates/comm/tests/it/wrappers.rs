@@ -119,7 +119,7 @@ fn a_delayed_request_comes_in_the_end() {
 
 #[test]
 fn another_request_is_started_instead() {
-    let shorter = |request: Request| {
+    let shorter = |request: &Request| {
         let ops = vec![Op::AllReduce(Span::of_len(0, 1))];
         Request::new(request.class(), request.buffer().clone(), ops)
     };
