@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use candle_core::{DType, DeviceLocation};
 use polarshard_muon::{AdamWConfig, MuonConfig, Rules};
-use polarshard_partition::{Placement, Policy, Route, Stage};
+use polarshard_partition::{Costs, Placement, Policy, Route, Stage};
 
 use crate::error::{Error, Result};
 
@@ -39,6 +39,9 @@ pub struct Config {
     pub adamw: AdamWConfig,
     /// Where the optimizer's state is asked to live. Another device than the weights' is refused.
     pub optimizer_device: Option<DeviceLocation>,
+    /// What the machine can do, if placement, route and policy are to be chosen by it; the three settings above are
+    /// ignored then.
+    pub planned: Option<Costs>,
     /// The rank whose weights all ranks start from. Without it, ranks must start from the same weights.
     pub broadcast_from: Option<usize>,
 }
@@ -60,6 +63,7 @@ impl Default for Config {
             muon: MuonConfig::default(),
             adamw: AdamWConfig::default(),
             optimizer_device: None,
+            planned: None,
             broadcast_from: None,
         }
     }
@@ -76,6 +80,14 @@ impl Config {
         };
         config.muon.newton_schulz.method = polarshard_muon::Method::Gram;
         config
+    }
+
+    /// With placement, route and policy chosen for the model, the world and the machine.
+    pub fn planned(self, costs: Costs) -> Self {
+        Self {
+            planned: Some(costs),
+            ..self
+        }
     }
 
     pub(crate) fn validate(&self, world: usize) -> Result<()> {

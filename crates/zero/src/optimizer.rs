@@ -11,7 +11,8 @@ use candle_nn::VarMap;
 use polarshard_comm::{Communicator, Pause, Request};
 use polarshard_muon::{AdamWConfig, Decision as Routed, MuonConfig, RoutingTable};
 use polarshard_partition::{
-    Class, DigestWriter, Layout, Matrix, Param, ParamId, Params, Plan, Rank, WorldSize,
+    Class, DigestWriter, Layout, Matrix, Param, ParamId, Params, Plan, Rank, Terms, Wire,
+    WorldSize, plan_best,
 };
 
 use crate::agreement;
@@ -23,7 +24,7 @@ use crate::dtypes;
 use crate::error::{Error, Result};
 use crate::flat;
 use crate::inbox::{Inbox, Socket};
-use crate::intake::{Intake, Terms};
+use crate::intake::{self, Intake};
 use crate::publish::Publisher;
 use crate::replicas;
 use crate::report::{MemoryUse, Outcome, StepReport};
@@ -140,7 +141,7 @@ impl ZeroOptimizer {
         weights: Vec<Weight>,
         source: Source,
         comm: Box<dyn Communicator>,
-        config: Config,
+        mut config: Config,
     ) -> Result<Self> {
         let device = device_of(&weights, &config)?;
         let mut channel = Channel::new(comm);
@@ -148,6 +149,13 @@ impl ZeroOptimizer {
         config.validate(world.get())?;
         let routing = routing(&weights, &config)?;
         let params = parameters(&weights, &routing, &config)?;
+        if let Some(costs) = config.planned {
+            let terms = terms(&params, world, &config);
+            let best =
+                plan_best(&params, world, config.bucket_size, &terms, &costs)?.swap_remove(0);
+            (config.placement, config.route, config.policy) =
+                (best.placement, best.route, best.policy);
+        }
         let layout = Layout::new(&params, world, config.placement, config.bucket_size)?;
         let plan = Arc::new(Plan::new(&params, layout, config.route, config.policy));
 
@@ -160,7 +168,7 @@ impl ZeroOptimizer {
         let weights = Arc::new(weights);
         let shard = Shard::new(&plan, rank, &weights, &device)?;
         let publisher = Publisher::new(&plan, world.get(), &device);
-        let terms = Terms {
+        let terms = intake::Terms {
             stage: config.stage,
             accumulate: config.accumulate.get(),
             overlap: config.overlap,
@@ -437,6 +445,11 @@ impl ZeroOptimizer {
         )
     }
 
+    /// What a prediction of this optimizer's steps depends on beside its plan.
+    pub fn terms(&self) -> Terms {
+        terms(self.plan.params(), self.plan.layout().world(), &self.config)
+    }
+
     /// Bytes held on this rank, counted from the tensors.
     pub fn memory(&self) -> MemoryUse {
         const BYTES: usize = 4;
@@ -703,6 +716,16 @@ fn broadcast(channel: &mut Channel, weights: &[Weight], root: Rank) -> Result<()
         weight.write(0, &values)?;
     }
     Ok(())
+}
+
+fn terms(params: &Params, world: WorldSize, config: &Config) -> Terms {
+    Terms {
+        stage: config.stage,
+        accumulate: config.accumulate,
+        gradient_wire: config.gradient_wire.and_then(dtypes::wire),
+        result_wire: dtypes::wire(config.muon.newton_schulz.iterate).unwrap_or(Wire::F32),
+        control_elems: Census::len(params.matrices().count(), params.len(), world.get()),
+    }
 }
 
 /// What this rank says at the boundary.
