@@ -6,11 +6,7 @@ use candle_core::Tensor;
 use polarshard_muon::{Method, NewtonSchulz};
 
 use crate::oracle::Matrix;
-
-fn bits(x: &Tensor) -> Vec<u32> {
-    let x = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    x.into_iter().map(f32::to_bits).collect()
-}
+use crate::tensors::bits;
 
 fn methods() -> [NewtonSchulz; 2] {
     [Method::Standard, Method::Gram].map(|method| NewtonSchulz {

@@ -1,14 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use polarshard_muon::{AdamWConfig, Error, adamw_update, apply_update, momentum_update};
 
-use crate::oracle::Matrix;
-
-fn vector(len: usize, seed: u64) -> Tensor {
-    Matrix::gaussian(1, len, seed)
-        .to_tensor()
-        .flatten_all()
-        .unwrap()
-}
+use crate::tensors::{bits, gaussian};
 
 fn zeros(len: usize) -> Tensor {
     Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap()
@@ -16,14 +9,6 @@ fn zeros(len: usize) -> Tensor {
 
 fn values(x: &Tensor) -> Vec<f64> {
     x.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
-}
-
-fn bits(x: &Tensor) -> Vec<u32> {
-    x.to_vec1::<f32>()
-        .unwrap()
-        .into_iter()
-        .map(f32::to_bits)
-        .collect()
 }
 
 fn assert_close(got: &Tensor, expected: &[f64], bound: f64) {
@@ -42,7 +27,7 @@ fn momentum_follows_its_formula_over_many_steps() {
         let momentum = zeros(len);
         let mut expected = vec![0f64; len];
         for step in 0..20 {
-            let gradient = vector(len, step);
+            let gradient = gaussian(&[len], step);
             let update = momentum_update(&momentum, &gradient, beta, nesterov).unwrap();
             let mut expected_update = Vec::new();
             for (m, g) in expected.iter_mut().zip(values(&gradient)) {
@@ -61,7 +46,7 @@ fn momentum_follows_its_formula_over_many_steps() {
 
 #[test]
 fn the_update_without_nesterov_is_no_view_of_the_momentum() {
-    let (momentum, gradient) = (zeros(4), vector(4, 1));
+    let (momentum, gradient) = (zeros(4), gaussian(&[4], 1));
     let first = momentum_update(&momentum, &gradient, 0.5, false).unwrap();
     let before = bits(&first);
     momentum_update(&momentum, &gradient, 0.5, false).unwrap();
@@ -70,7 +55,7 @@ fn the_update_without_nesterov_is_no_view_of_the_momentum() {
 
 #[test]
 fn weights_decay_and_then_step() {
-    let (weights, update) = (vector(30, 1), vector(30, 2));
+    let (weights, update) = (gaussian(&[30], 1), gaussian(&[30], 2));
     let expected: Vec<f64> = values(&weights)
         .iter()
         .zip(values(&update))
@@ -81,8 +66,8 @@ fn weights_decay_and_then_step() {
 }
 
 #[test]
-fn without_decay_only_the_subtraction_rounds() {
-    let (weights, update) = (vector(30, 1), vector(30, 2));
+fn without_decay_weights_are_not_rounded_before_the_step() {
+    let (weights, update) = (gaussian(&[30], 1), gaussian(&[30], 2));
     let expected: Vec<u32> = weights
         .to_vec1::<f32>()
         .unwrap()
@@ -102,11 +87,11 @@ fn adamw_follows_its_formula_over_many_steps() {
         weight_decay: 0.1,
         ..AdamWConfig::default()
     };
-    let (weights, m, v) = (vector(len, 100), zeros(len), zeros(len));
+    let (weights, m, v) = (gaussian(&[len], 100), zeros(len), zeros(len));
     let mut p = values(&weights);
     let (mut first, mut second) = (vec![0f64; len], vec![0f64; len]);
     for step in 1..=20 {
-        let gradient = vector(len, step);
+        let gradient = gaussian(&[len], step);
         adamw_update(&weights, &m, &v, &gradient, step, &config).unwrap();
         let t = i32::try_from(step).unwrap();
         for (i, g) in values(&gradient).into_iter().enumerate() {
@@ -146,10 +131,10 @@ fn slices_of_buffers_are_stepped_in_place_with_the_same_bits() {
         ..AdamWConfig::default()
     };
     let run = |take: &dyn Fn(&Tensor) -> Tensor| {
-        let buffers = [vector(len, 1), zeros(len), zeros(len), zeros(len)];
+        let buffers = [gaussian(&[len], 1), zeros(len), zeros(len), zeros(len)];
         let [weights, m, v, momentum] = &buffers;
         for step in 1..=3 {
-            let gradient = take(&vector(len, 10 + step));
+            let gradient = take(&gaussian(&[len], 10 + step));
             let u = momentum_update(&take(momentum), &gradient, 0.9, true).unwrap();
             apply_update(&take(weights), &u, 1.1, 0.1, 0.2).unwrap();
             adamw_update(&take(weights), &take(m), &take(v), &gradient, step, &config).unwrap();
@@ -161,18 +146,23 @@ fn slices_of_buffers_are_stepped_in_place_with_the_same_bits() {
     for (whole, sliced) in whole.iter().zip(&sliced) {
         assert_eq!(bits(&part(sliced)), bits(&part(whole)));
     }
-    let untouched = bits(&vector(len, 1));
+    let untouched = bits(&gaussian(&[len], 1));
     assert_eq!(bits(&sliced[0])[..start], untouched[..start]);
     assert_eq!(bits(&sliced[0])[start + 20..], untouched[start + 20..]);
 }
 
 #[test]
 fn operands_are_checked_before_anything_is_written() {
-    let (a, b, c, d) = (vector(6, 1), vector(6, 2), vector(6, 3), vector(6, 4));
+    let (a, b, c, d) = (
+        gaussian(&[6], 1),
+        gaussian(&[6], 2),
+        gaussian(&[6], 3),
+        gaussian(&[6], 4),
+    );
     let before = [&a, &b, &c, &d].map(bits);
     let config = AdamWConfig::default();
 
-    let short = vector(5, 1);
+    let short = gaussian(&[5], 1);
     let error = momentum_update(&a, &short, 0.9, true).unwrap_err();
     assert_eq!(error.to_string(), "the gradient has 5 elements; expected 6");
 
@@ -187,7 +177,7 @@ fn operands_are_checked_before_anything_is_written() {
     let error = adamw_update(&a, &b, &c, &strided, 1, &config).unwrap_err();
     assert_eq!(error.to_string(), "the gradient is not contiguous");
 
-    let buffer = vector(12, 5);
+    let buffer = gaussian(&[12], 5);
     let halves = [
         buffer.narrow(0, 0, 6).unwrap(),
         buffer.narrow(0, 6, 6).unwrap(),

@@ -11,3 +11,4 @@ mod newton_schulz;
 mod optimizers;
 mod oracle;
 mod routing;
+mod tensors;

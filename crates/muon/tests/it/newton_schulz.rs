@@ -2,6 +2,7 @@ use candle_core::{DType, Device, Tensor};
 use polarshard_muon::{Coefficients, Method, NewtonSchulz};
 
 use crate::oracle::{self, Matrix, composite};
+use crate::tensors::bits;
 
 fn with(method: Method, coefficients: Coefficients) -> NewtonSchulz {
     NewtonSchulz {
@@ -9,11 +10,6 @@ fn with(method: Method, coefficients: Coefficients) -> NewtonSchulz {
         coefficients,
         ..NewtonSchulz::default()
     }
-}
-
-fn bits(x: &Tensor) -> Vec<u32> {
-    let x = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    x.into_iter().map(f32::to_bits).collect()
 }
 
 const SHAPES: [(usize, usize); 6] = [(48, 48), (48, 64), (32, 96), (96, 32), (16, 256), (100, 17)];
