@@ -343,10 +343,10 @@ pub enum Error {
         /// Its shape in the checkpoint.
         checkpoint: Vec<usize>,
     },
-    /// An earlier fatal error ended this optimizer.
-    #[error("the optimizer ended with an earlier error")]
+    /// An error has ended this optimizer.
+    #[error("the optimizer has ended: no step and no save are possible any more")]
     Poisoned {
-        /// That error.
+        /// The error that ended it.
         #[source]
         first: Arc<Self>,
     },

@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use polarshard_comm::{Op, Pending, Request};
-use polarshard_partition::{Class, ParamId, Piece, Plan, Rank, Reduction, Span, Stage, Wire};
+use polarshard_partition::{
+    Class, ParamId, Piece, Plan, Rank, Reduction, Space, Span, Stage, Wire,
+};
 
 use crate::buffers::{Buffer, Buffers};
 use crate::channel::Channel;
@@ -49,6 +51,7 @@ pub(crate) struct Terms {
 /// What is fixed about a bucket.
 #[derive(Debug)]
 struct Lane {
+    space: Space,
     wire: Wire,
     /// The power of two by which an f16 wire is kept from overflowing.
     prescale: f64,
@@ -127,12 +130,13 @@ impl Intake {
             .iter()
             .zip(plan.layout().buckets())
             .map(|(bucket, place)| {
-                let wire =
-                    gradient_wire.unwrap_or(plan.layout().spaces()[place.space.index()].wire);
+                let space = plan.layout().space(place.space);
+                let wire = gradient_wire.unwrap_or(space.wire);
                 let parameters = place.params.len();
                 let prescale = prescale(wire, world);
                 let padding = gaps(bucket.len, &bucket.pieces);
                 Lane {
+                    space,
                     wire,
                     prescale,
                     len: bucket.len,
@@ -157,7 +161,7 @@ impl Intake {
             held: Held::default(),
             buffers: Buffers::new(
                 device.clone(),
-                lanes.iter().map(|lane| (lane.wire, lane.len)),
+                lanes.iter().map(|lane| (lane.space, lane.wire, lane.len)),
             ),
             slots: lanes.iter().map(|_| Slot::Empty).collect(),
             cycle: Cycle::new(weights.len()),
@@ -202,12 +206,13 @@ impl Intake {
                 accumulate: self.terms.accumulate,
             });
         }
-        if !(weight.is_finite() && weight > 0.0) {
-            return Err(Error::MicroBatchWeight { rank, weight });
-        }
         self.cycle.arrived.fill(false);
-        self.cycle.current = weight;
         self.restart();
+        self.cycle.current = weight;
+        if !(weight.is_finite() && weight > 0.0) {
+            self.cycle.current = 1.0;
+            self.fail(&Error::MicroBatchWeight { rank, weight });
+        }
         Ok(())
     }
 
@@ -419,7 +424,7 @@ impl Intake {
     fn open(&mut self, bucket: usize) -> Result<()> {
         if matches!(self.slots[bucket], Slot::Empty) {
             let lane = &self.lanes[bucket];
-            let buffer = self.buffers.take(lane.wire, lane.len)?;
+            let buffer = self.buffers.take(lane.space, lane.len)?;
             self.held.add(buffer.bytes());
             self.slots[bucket] = Slot::Filling { buffer, arrived: 0 };
         }

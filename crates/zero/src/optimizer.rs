@@ -611,11 +611,16 @@ impl ZeroOptimizer {
         })
     }
 
+    /// Ends the optimizer with an error.
     fn end(&mut self, error: Error) -> Error {
-        if !matches!(error, Error::Poisoned { .. }) {
-            self.ended.get_or_insert_with(|| Arc::new(error.clone()));
+        let first = self.ended.get_or_insert_with(|| Arc::new(error.clone()));
+        if error.is_fatal() {
+            error
+        } else {
+            Error::Poisoned {
+                first: Arc::clone(first),
+            }
         }
-        error
     }
 }
 
