@@ -265,3 +265,22 @@ fn by_groups_and_by_names_are_the_same_optimizer() {
     }
     assert_eq!((bits(&w1), bits(&b1)), (bits(&w2), bits(&b2)));
 }
+
+/// Of `sum(w²) / 2` by hand: the gradient is the weights themselves, and is read while they change.
+#[test]
+fn a_gradient_may_be_a_view_of_its_variable() {
+    let make = || [var(&[4, 6], 1), var(&[4], 2)];
+    let (viewed, copied) = (make(), make());
+    let step = |vars: &[Var; 2], gradient: &dyn Fn(&Var) -> Tensor| {
+        let all = vec![named("w", &vars[0]), named("b", &vars[1])];
+        let config = MuonWithAdamWConfig::default();
+        let mut optimizer = MuonWithAdamW::from_named(all, &Rules::new(), config).unwrap();
+        let pairs: Vec<_> = vars.iter().map(|var| (var, gradient(var))).collect();
+        optimizer.step(&grads(&pairs)).unwrap();
+    };
+    step(&viewed, &|var| var.as_detached_tensor());
+    step(&copied, &|var| var.copy().unwrap());
+    for (viewed, copied) in viewed.iter().zip(&copied) {
+        assert_eq!(bits(viewed), bits(copied));
+    }
+}
