@@ -375,6 +375,17 @@ impl Error {
         }
     }
 
+    /// The same error where it ends the optimizer.
+    pub(crate) fn ending(self) -> Self {
+        if self.is_fatal() {
+            self
+        } else {
+            Self::Poisoned {
+                first: Arc::new(self),
+            }
+        }
+    }
+
     /// Whether the optimizer has ended with this error: every later call returns it again.
     pub fn is_fatal(&self) -> bool {
         match self {

@@ -20,8 +20,7 @@ use self::tensor_file::{TensorFileReader, TensorFileWriter};
 use crate::channel::Channel;
 use crate::error::{Error, Result};
 use crate::flat;
-use crate::fragments::Fragments;
-use crate::update::{Shard, SliceState};
+use crate::step::{Fragments, Shard, SliceState};
 
 /// A tensor that is kept for each parameter of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

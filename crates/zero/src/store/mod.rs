@@ -15,7 +15,7 @@ use polarshard_partition::ParamId;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::inbox::Socket;
+use crate::gradients::Socket;
 use crate::optimizer::ZeroOptimizer;
 use crate::roles::{Role, Roles};
 use crate::weights::Weight;

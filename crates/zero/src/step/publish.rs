@@ -4,10 +4,10 @@ use candle_core::{Device, Tensor};
 use polarshard_comm::Request;
 use polarshard_partition::{Block, Class, Plan, Span};
 
-use crate::buffers::{Buffer, Buffers};
 use crate::channel::Channel;
 use crate::error::Result;
 use crate::flat;
+use crate::gradients::{Buffer, Buffers};
 use crate::weights::Weight;
 
 /// The staging buffer of the weights' all-gather.
