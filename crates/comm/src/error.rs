@@ -182,7 +182,8 @@ pub enum Error {
     },
     /// What one rank sends is not what the other one receives.
     #[error(
-        "{started}, and {peer}: the n = {n} send from rank {from} to rank {to} is of {}, its receive of {}",
+        "{started}, does not match {peer}: of send {n} from rank {from} to rank {to}, \
+         {} go out and {} are expected",
         elements(*sent), elements(*received)
     )]
     Unpaired {
@@ -279,7 +280,7 @@ impl Error {
 }
 
 fn elements(count: Option<usize>) -> String {
-    count.map_or_else(|| "nothing".to_owned(), |n| format!("{n} elements"))
+    count.map_or_else(|| "no elements".to_owned(), |n| format!("{n} elements"))
 }
 
 fn ranks(ranks: &[Rank]) -> String {

@@ -212,20 +212,20 @@ fn a_send_and_a_receive_of_different_lengths_are_named() {
 
 #[test]
 fn a_rank_that_does_not_come_is_named_when_the_deadline_is_over() {
-    let deadline = Duration::from_millis(30);
-    let over = Barrier::new(4);
+    let deadline = Duration::from_millis(200);
+    let (begun, over) = (Barrier::new(3), Barrier::new(4));
     let outcomes = ranks::run(Loopback::world(size(4), deadline), |mut comm| {
         if comm.rank() == CULPRIT {
             // There, but late.
             over.wait();
             return Ok(run(&mut comm, good(Class::Gradient)).unwrap_err());
         }
-        // A pause that is over changes nothing.
-        drop(comm.pause());
-        let error = comm
-            .start(good(Class::Gradient))
-            .and_then(polarshard_comm::Pending::wait)
-            .unwrap_err();
+        // No deadline runs before all but the culprit have come.
+        let pause = comm.pause();
+        let pending = comm.start(good(Class::Gradient))?;
+        begun.wait();
+        drop(pause);
+        let error = pending.wait().unwrap_err();
         over.wait();
         Ok::<_, Error>(error)
     });
