@@ -29,20 +29,29 @@ pub(crate) struct Furthest {
 }
 
 /// Trains unsharded, on the batches of all ranks at once, and compares the weights with `sharded` ones.
-pub(crate) fn train(options: &Options, text: &Text, sharded: &[(String, Tensor)]) -> Result<Unsharded> {
+pub(crate) fn train(
+    options: &Options,
+    text: &Text,
+    sharded: &[(String, Tensor)],
+) -> Result<Unsharded> {
     let map = VarMap::new();
     let model = Gpt::new(options, &VarBuilder::from_varmap(&map, DType::F32, &DEVICE))?;
     let variables = in_order(&map, sharded)?;
     start_alike(options, &variables)?;
     let config = options.config();
-    let groups = MuonWithAdamWConfig { muon: config.muon, adamw: config.adamw };
+    let groups = MuonWithAdamWConfig {
+        muon: config.muon,
+        adamw: config.adamw,
+    };
     let mut optimizer = MuonWithAdamW::from_named(variables.clone(), &config.rules, groups)?;
 
     let held_out = text.held_out(Rank(0), 1)?;
     let mut curve = Curve::default();
     for step in 0..options.steps.get() {
         if curve::is_due(step, options.steps.get()) {
-            curve.held_out.push(HeldOut::of(&model, held_out.as_ref(), step)?);
+            curve
+                .held_out
+                .push(HeldOut::of(&model, held_out.as_ref(), step)?);
         }
         optimizer.set_learning_rate(options.learning_rate(step));
         let batch = global_batch(options, text, step)?;
@@ -54,15 +63,25 @@ pub(crate) fn train(options: &Options, text: &Text, sharded: &[(String, Tensor)]
         optimizer.step(&gradients)?;
         curve.training.push(f64::from(loss.to_scalar::<f32>()?));
     }
-    curve.held_out.push(HeldOut::of(&model, held_out.as_ref(), options.steps.get())?);
-    Ok(Unsharded { curve, furthest: furthest(sharded, &variables)? })
+    curve
+        .held_out
+        .push(HeldOut::of(&model, held_out.as_ref(), options.steps.get())?);
+    Ok(Unsharded {
+        curve,
+        furthest: furthest(sharded, &variables)?,
+    })
 }
 
 /// The map's variables in the order of the sharded run; its own changes from run to run.
 fn in_order(map: &VarMap, sharded: &[(String, Tensor)]) -> Result<Vec<(String, Var)>> {
-    let data = map.data().lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let data = map
+        .data()
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
     let variable = |(name, _): &(String, Tensor)| {
-        let variable = data.get(name).with_context(|| format!("the unsharded model has no {name}"))?;
+        let variable = data
+            .get(name)
+            .with_context(|| format!("the unsharded model has no {name}"))?;
         Ok((name.clone(), variable.clone()))
     };
     sharded.iter().map(variable).collect()
@@ -110,15 +129,27 @@ fn clip(gradients: &mut GradStore, variables: &[(String, Var)], most: f64) -> Re
 fn furthest(sharded: &[(String, Tensor)], variables: &[(String, Var)]) -> Result<Furthest> {
     let mut furthest = Furthest::default();
     for ((name, sharded), (_, unsharded)) in sharded.iter().zip(variables) {
-        let difference = (sharded - unsharded.as_tensor().detach())?.abs()?.flatten_all()?.max(0)?;
+        let difference = (sharded - unsharded.as_tensor().detach())?
+            .abs()?
+            .flatten_all()?
+            .max(0)?;
         let distance = f64::from(difference.to_scalar::<f32>()?) / norm(unsharded)?;
         if distance >= furthest.distance {
-            furthest = Furthest { name: name.clone(), distance };
+            furthest = Furthest {
+                name: name.clone(),
+                distance,
+            };
         }
     }
     Ok(furthest)
 }
 
 fn norm(tensor: &Tensor) -> Result<f64> {
-    Ok(tensor.detach().to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?.sqrt())
+    Ok(tensor
+        .detach()
+        .to_dtype(DType::F64)?
+        .sqr()?
+        .sum_all()?
+        .to_scalar::<f64>()?
+        .sqrt())
 }

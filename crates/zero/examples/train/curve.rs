@@ -35,11 +35,28 @@ pub(crate) fn is_due(step: usize, steps: usize) -> bool {
 impl Curve {
     /// The curve of all ranks, which trained side by side.
     pub(crate) fn mean(ranks: &[&Self]) -> Self {
-        let steps = ranks.iter().map(|curve| curve.training.len()).min().unwrap_or(0);
-        let points = ranks.iter().map(|curve| curve.held_out.len()).min().unwrap_or(0);
-        let step = |step| ranks.iter().map(|curve: &&Self| curve.training[step]).sum::<f64>() / ranks.len() as f64;
+        let steps = ranks
+            .iter()
+            .map(|curve| curve.training.len())
+            .min()
+            .unwrap_or(0);
+        let points = ranks
+            .iter()
+            .map(|curve| curve.held_out.len())
+            .min()
+            .unwrap_or(0);
+        let step = |step| {
+            ranks
+                .iter()
+                .map(|curve: &&Self| curve.training[step])
+                .sum::<f64>()
+                / ranks.len() as f64
+        };
         let point = |point| HeldOut::mean(ranks.iter().map(|curve| curve.held_out[point]));
-        Self { training: (0..steps).map(step).collect(), held_out: (0..points).map(point).collect() }
+        Self {
+            training: (0..steps).map(step).collect(),
+            held_out: (0..points).map(point).collect(),
+        }
     }
 
     /// The first and the last held-out loss.
@@ -51,16 +68,39 @@ impl Curve {
 impl HeldOut {
     /// The loss of a rank's held-out sequences, after `step` steps.
     pub(crate) fn of(model: &Gpt, batch: Option<&Batch>, step: usize) -> Result<Self> {
-        let Some(batch) = batch else { return Ok(Self { step, loss: 0.0, sequences: 0 }) };
-        let loss = model.loss(&batch.inputs, &batch.targets)?.to_scalar::<f32>()?;
-        Ok(Self { step, loss: f64::from(loss), sequences: batch.len() })
+        let Some(batch) = batch else {
+            return Ok(Self {
+                step,
+                loss: 0.0,
+                sequences: 0,
+            });
+        };
+        let loss = model
+            .loss(&batch.inputs, &batch.targets)?
+            .to_scalar::<f32>()?;
+        Ok(Self {
+            step,
+            loss: f64::from(loss),
+            sequences: batch.len(),
+        })
     }
 
     fn mean(points: impl Iterator<Item = Self>) -> Self {
-        points.fold(Self { step: 0, loss: 0.0, sequences: 0 }, |all, point| {
-            let sequences = all.sequences + point.sequences;
-            let sum = all.loss * all.sequences as f64 + point.loss * point.sequences as f64;
-            Self { step: point.step, loss: sum / sequences.max(1) as f64, sequences }
-        })
+        points.fold(
+            Self {
+                step: 0,
+                loss: 0.0,
+                sequences: 0,
+            },
+            |all, point| {
+                let sequences = all.sequences + point.sequences;
+                let sum = all.loss * all.sequences as f64 + point.loss * point.sequences as f64;
+                Self {
+                    step: point.step,
+                    loss: sum / sequences.max(1) as f64,
+                    sequences,
+                }
+            },
+        )
     }
 }

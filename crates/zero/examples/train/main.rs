@@ -37,7 +37,10 @@ fn main() -> Result<ExitCode> {
 
 fn run(options: &Options) -> Result<()> {
     let text = Text::read(options)?;
-    let (training, held_out) = (grouped(text.training_len() as u64), grouped(text.held_out_len() as u64));
+    let (training, held_out) = (
+        grouped(text.training_len() as u64),
+        grouped(text.held_out_len() as u64),
+    );
     println!("text: {training} bytes to train on, {held_out} held out");
 
     let started = Instant::now();
@@ -58,21 +61,40 @@ fn run(options: &Options) -> Result<()> {
     };
     if let Some(unsharded) = &unsharded {
         let compare::Furthest { name, distance } = &unsharded.furthest;
-        println!("furthest from unsharded training: an element of {name}, by {distance:.1e} of its norm");
+        println!(
+            "furthest from unsharded training: an element of {name}, by {distance:.1e} of its norm"
+        );
     }
 
-    let title = format!("{} on {world} ranks: loss in nats a byte", options.optimizers());
-    let loss = pictures::loss(&title, &curve, unsharded.as_ref().map(|unsharded| &unsharded.curve));
-    fs::create_dir_all(&options.out).with_context(|| format!("cannot make {}", options.out.display()))?;
-    for (name, picture) in [("loss.svg", loss), ("layout.svg", pictures::layout(&ranks[0].plan))] {
+    let title = format!(
+        "{} on {world} ranks: loss in nats a byte",
+        options.optimizers()
+    );
+    let loss = pictures::loss(
+        &title,
+        &curve,
+        unsharded.as_ref().map(|unsharded| &unsharded.curve),
+    );
+    fs::create_dir_all(&options.out)
+        .with_context(|| format!("cannot make {}", options.out.display()))?;
+    for (name, picture) in [
+        ("loss.svg", loss),
+        ("layout.svg", pictures::layout(&ranks[0].plan)),
+    ] {
         let path = options.out.join(name);
         fs::write(&path, picture).with_context(|| format!("cannot write {}", path.display()))?;
         println!("picture: {}", path.display());
     }
 
     let identical = ranks.iter().all(|rank| rank.identical);
-    println!("replicas identical: {}", if identical { "yes" } else { "no" });
+    println!(
+        "replicas identical: {}",
+        if identical { "yes" } else { "no" }
+    );
     ensure!(identical, "the ranks ended with different weights");
-    ensure!(as_predicted, "the ranks sent something else than the plan foresaw");
+    ensure!(
+        as_predicted,
+        "the ranks sent something else than the plan foresaw"
+    );
     Ok(())
 }

@@ -128,7 +128,9 @@ impl Options {
     /// Which parameters are Muon's. Q, K and V are one weight and three matrices.
     pub(crate) fn rules(&self) -> Rules {
         match self.optimizer {
-            Hidden::Muon => Rules::new().with("*.qkv.weight", Rule::SplitRows(vec![self.width.get(); 3])),
+            Hidden::Muon => {
+                Rules::new().with("*.qkv.weight", Rule::SplitRows(vec![self.width.get(); 3]))
+            }
             Hidden::Adamw => Rules::new().with("*", Rule::AdamW),
         }
     }

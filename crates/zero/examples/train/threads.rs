@@ -21,7 +21,13 @@ pub(crate) fn share_cores(world: usize) -> Result<Option<ExitCode>> {
     let threads = (cores / world).max(1);
     let program = env::current_exe().context("this program cannot find itself")?;
     let mut again = Command::new(program);
-    let status = again.args(env::args_os().skip(1)).env(VARIABLE, threads.to_string()).status();
-    let code = status.context("this program cannot start itself")?.code().and_then(|code| u8::try_from(code).ok());
+    let status = again
+        .args(env::args_os().skip(1))
+        .env(VARIABLE, threads.to_string())
+        .status();
+    let code = status
+        .context("this program cannot start itself")?
+        .code()
+        .and_then(|code| u8::try_from(code).ok());
     Ok(Some(ExitCode::from(code.unwrap_or(1))))
 }

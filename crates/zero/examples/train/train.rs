@@ -6,8 +6,8 @@ use anyhow::{Result, anyhow, bail};
 use candle_core::{DType, Tensor};
 use indicatif::{ProgressBar, ProgressStyle};
 use polarshard_comm::{Communicator, Loopback, Recording, ranks};
-use polarshard_partition::{Call, Plan, Rank, Terms, Wire};
-use polarshard_zero::{Error, MemoryUse, Outcome, ParamStore, Roles, ZeroOptimizer};
+use polarshard_partition::{Call, Plan, Rank};
+use polarshard_zero::{Error, MemoryUse, Outcome, ParamStore, Roles};
 
 use crate::curve::{self, Curve, HeldOut};
 use crate::model::{DEVICE, Gpt};
@@ -41,11 +41,14 @@ pub(crate) struct Trained {
 pub(crate) fn train(options: &Options, text: &Text) -> Result<Vec<Trained>> {
     let world = Loopback::world(options.world()?, DEADLINE);
     let outcomes = ranks::run(world, |comm| train_rank(comm, options, text));
-    let results = outcomes.into_iter().enumerate().map(|(rank, outcome)| match outcome {
-        ranks::Outcome::Done(trained) => Ok(trained),
-        ranks::Outcome::Failed(error) => Err(error.context(format!("rank {rank} failed"))),
-        ranks::Outcome::Panicked(message) => Err(anyhow!("rank {rank} panicked: {message}")),
-    });
+    let results = outcomes
+        .into_iter()
+        .enumerate()
+        .map(|(rank, outcome)| match outcome {
+            ranks::Outcome::Done(trained) => Ok(trained),
+            ranks::Outcome::Failed(error) => Err(error.context(format!("rank {rank} failed"))),
+            ranks::Outcome::Panicked(message) => Err(anyhow!("rank {rank} panicked: {message}")),
+        });
     results.collect()
 }
 
@@ -68,7 +71,9 @@ fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained>
     let (mut unreduced_peak, mut orthogonalized) = (0, 0);
     for step in 0..options.steps.get() {
         if curve::is_due(step, options.steps.get()) {
-            curve.held_out.push(HeldOut::of(&model, held_out.as_ref(), step)?);
+            curve
+                .held_out
+                .push(HeldOut::of(&model, held_out.as_ref(), step)?);
         }
         optimizer.set_learning_rate(options.learning_rate(step))?;
         let mut sum = 0.0;
@@ -89,7 +94,9 @@ fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained>
         bar.set_message(format!("loss {loss:.3}"));
         bar.inc(1);
     }
-    curve.held_out.push(HeldOut::of(&model, held_out.as_ref(), options.steps.get())?);
+    curve
+        .held_out
+        .push(HeldOut::of(&model, held_out.as_ref(), options.steps.get())?);
     bar.finish_and_clear();
 
     let recorded = log.take();
@@ -105,7 +112,7 @@ fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained>
         unreduced_peak,
         orthogonalized,
         recorded,
-        predicted: predicted(&optimizer, options),
+        predicted: optimizer.plan().predict(rank, &optimizer.terms()).calls,
         identical,
         weights: weights(&store)?,
     };
@@ -113,27 +120,19 @@ fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained>
     Ok(trained)
 }
 
-fn predicted(optimizer: &ZeroOptimizer, options: &Options) -> Vec<Call> {
-    let terms = Terms {
-        stage: options.stage,
-        accumulate: options.accumulate,
-        gradient_wire: None,
-        result_wire: Wire::F32,
-        control_elems: optimizer.control_elems(),
-    };
-    optimizer.plan().predict(optimizer.rank(), &terms).calls
-}
-
 fn weights(store: &ParamStore) -> Result<Vec<(String, Tensor)>> {
     let names = store.names().into_iter();
-    names.map(|(name, _)| Ok((name.clone(), store.get(&name)?.detach().copy()?))).collect()
+    names
+        .map(|(name, _)| Ok((name.clone(), store.get(&name)?.detach().copy()?)))
+        .collect()
 }
 
 fn progress(rank: Rank, options: &Options) -> ProgressBar {
     if rank != Rank(0) {
         return ProgressBar::hidden();
     }
-    let style = ProgressStyle::with_template("{bar:40} step {pos} of {len}, {msg}, {elapsed} ({eta} left)");
+    let style =
+        ProgressStyle::with_template("{bar:40} step {pos} of {len}, {msg}, {elapsed} ({eta} left)");
     let bar = ProgressBar::new(options.steps.get() as u64);
     style.map_or(bar.clone(), |style| bar.with_style(style))
 }

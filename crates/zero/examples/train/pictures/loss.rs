@@ -22,11 +22,26 @@ pub(crate) fn loss(title: &str, sharded: &Curve, unsharded: Option<&Curve>) -> S
     axes.draw(&mut canvas);
     if let Some(unsharded) = unsharded {
         // Wide and below, so that it shows on both sides of the other, which should cover it.
-        axes.training(&mut canvas, unsharded, &format!(r#"stroke="{UNSHARDED}" stroke-width="5" stroke-opacity="0.55""#));
+        axes.training(
+            &mut canvas,
+            unsharded,
+            &format!(r#"stroke="{UNSHARDED}" stroke-width="5" stroke-opacity="0.55""#),
+        );
     }
-    axes.training(&mut canvas, sharded, &format!(r#"stroke="{SHARDED}" stroke-width="1.4" stroke-linejoin="round""#));
-    let points: Vec<_> = sharded.held_out.iter().map(|point| axes.at(point.step as f64, point.loss)).collect();
-    canvas.path(points.iter().copied(), &format!(r#"stroke="{HELD_OUT}" stroke-width="1.6""#));
+    axes.training(
+        &mut canvas,
+        sharded,
+        &format!(r#"stroke="{SHARDED}" stroke-width="1.4" stroke-linejoin="round""#),
+    );
+    let points: Vec<_> = sharded
+        .held_out
+        .iter()
+        .map(|point| axes.at(point.step as f64, point.loss))
+        .collect();
+    canvas.path(
+        points.iter().copied(),
+        &format!(r#"stroke="{HELD_OUT}" stroke-width="1.6""#),
+    );
     for point in points {
         canvas.dot(point, 3.5, &format!(r##"fill="{HELD_OUT}" stroke="#fff""##));
     }
@@ -34,7 +49,11 @@ pub(crate) fn loss(title: &str, sharded: &Curve, unsharded: Option<&Curve>) -> S
     legend.extend(unsharded.map(|_| ("training, unsharded", UNSHARDED, 5.0)));
     for (index, (text, colour, width)) in legend.into_iter().enumerate() {
         let y = TOP + 18.0 + 20.0 * index as f64;
-        canvas.line((RIGHT - 170.0, y), (RIGHT - 144.0, y), &format!(r#"stroke="{colour}" stroke-width="{width}""#));
+        canvas.line(
+            (RIGHT - 170.0, y),
+            (RIGHT - 144.0, y),
+            &format!(r#"stroke="{colour}" stroke-width="{width}""#),
+        );
         canvas.text(RIGHT - 136.0, y + 4.0, Anchor::Start, 12.0, INK, text);
     }
     canvas.finish()
@@ -54,10 +73,16 @@ impl Axes {
             let held_out = curve.held_out.iter().map(|point| point.loss);
             curve.training.iter().copied().chain(held_out)
         });
-        let (lowest, highest) = losses.fold((f64::INFINITY, 0f64), |(low, high), loss| (low.min(loss), high.max(loss)));
+        let (lowest, highest) = losses.fold((f64::INFINITY, 0f64), |(low, high), loss| {
+            (low.min(loss), high.max(loss))
+        });
         let steps = curves.map(|curve| curve.training.len()).max().unwrap_or(1);
         let lowest = (2.0 * lowest).floor() / 2.0;
-        Self { steps: steps as f64, lowest, highest: ((2.0 * highest).ceil() / 2.0).max(lowest + 0.5) }
+        Self {
+            steps: steps as f64,
+            lowest,
+            highest: ((2.0 * highest).ceil() / 2.0).max(lowest + 0.5),
+        }
     }
 
     fn at(&self, step: f64, loss: f64) -> (f64, f64) {
@@ -77,15 +102,29 @@ impl Axes {
             canvas.line((x, y), (x, y + 5.0), &format!(r#"stroke="{FAINT}""#));
             canvas.text(x, y + 20.0, Anchor::Middle, 12.0, FAINT, step);
         }
-        canvas.line((LEFT, BOTTOM), (RIGHT, BOTTOM), &format!(r#"stroke="{FAINT}""#));
-        canvas.text(LEFT - 32.0, TOP - 14.0, Anchor::Start, 12.0, FAINT, "nats a byte");
+        canvas.line(
+            (LEFT, BOTTOM),
+            (RIGHT, BOTTOM),
+            &format!(r#"stroke="{FAINT}""#),
+        );
+        canvas.text(
+            LEFT - 32.0,
+            TOP - 14.0,
+            Anchor::Start,
+            12.0,
+            FAINT,
+            "nats a byte",
+        );
         canvas.text(RIGHT, BOTTOM + 38.0, Anchor::End, 12.0, FAINT, "step");
     }
 
     /// A step's loss is that of the weights before it.
     fn training(&self, canvas: &mut Canvas, curve: &Curve, style: &str) {
         let points = curve.training.iter().enumerate();
-        canvas.path(points.map(|(step, loss)| self.at(step as f64, *loss)), style);
+        canvas.path(
+            points.map(|(step, loss)| self.at(step as f64, *loss)),
+            style,
+        );
     }
 }
 
@@ -93,7 +132,10 @@ impl Axes {
 fn ticks(low: f64, high: f64, most: usize) -> impl Iterator<Item = f64> {
     let rough = (high - low) / most as f64;
     let power = 10f64.powf(rough.log10().floor());
-    let interval = [1.0, 2.0, 5.0, 10.0].into_iter().map(|digit| digit * power).find(|interval| *interval >= rough);
+    let interval = [1.0, 2.0, 5.0, 10.0]
+        .into_iter()
+        .map(|digit| digit * power)
+        .find(|interval| *interval >= rough);
     let interval = interval.unwrap_or(10.0 * power);
     let first = (low / interval - 1e-9).ceil() as i64;
     let last = (high / interval + 1e-9).floor() as i64;
