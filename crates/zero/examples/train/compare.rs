@@ -11,6 +11,7 @@ use polarshard_zero::{ParamStore, Roles};
 use crate::curve::{self, Curve, HeldOut};
 use crate::model::{DEVICE, Gpt};
 use crate::options::Options;
+use crate::progress;
 use crate::text::{Batch, Text};
 
 /// What the unsharded run tells.
@@ -46,6 +47,7 @@ pub(crate) fn train(
     let mut optimizer = MuonWithAdamW::from_named(variables.clone(), &config.rules, groups)?;
 
     let held_out = text.held_out(Rank(0), 1)?;
+    let bar = progress::bar(options, true);
     let mut curve = Curve::default();
     for step in 0..options.steps.get() {
         if curve::is_due(step, options.steps.get()) {
@@ -61,11 +63,14 @@ pub(crate) fn train(
             clip(&mut gradients, &variables, most)?;
         }
         optimizer.step(&gradients)?;
-        curve.training.push(f64::from(loss.to_scalar::<f32>()?));
+        let loss = f64::from(loss.to_scalar::<f32>()?);
+        curve.training.push(loss);
+        progress::advance(&bar, loss);
     }
     curve
         .held_out
         .push(HeldOut::of(&model, held_out.as_ref(), options.steps.get())?);
+    bar.finish_and_clear();
     Ok(Unsharded {
         curve,
         furthest: furthest(sharded, &variables)?,

@@ -11,6 +11,7 @@ mod curve;
 mod model;
 mod options;
 mod pictures;
+mod progress;
 mod table;
 mod text;
 mod threads;
@@ -66,10 +67,7 @@ fn run(options: &Options) -> Result<()> {
         );
     }
 
-    let title = format!(
-        "{} on {world} ranks: loss in nats a byte",
-        options.optimizers()
-    );
+    let title = format!("{} on {world} ranks", options.optimizers());
     let loss = pictures::loss(
         &title,
         &curve,

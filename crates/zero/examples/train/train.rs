@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
 use candle_core::{DType, Tensor};
-use indicatif::{ProgressBar, ProgressStyle};
 use polarshard_comm::{Communicator, Loopback, Recording, ranks};
 use polarshard_partition::{Call, Plan, Rank};
 use polarshard_zero::{Error, MemoryUse, Outcome, ParamStore, Roles};
@@ -12,6 +11,7 @@ use polarshard_zero::{Error, MemoryUse, Outcome, ParamStore, Roles};
 use crate::curve::{self, Curve, HeldOut};
 use crate::model::{DEVICE, Gpt};
 use crate::options::Options;
+use crate::progress;
 use crate::table;
 use crate::text::Text;
 
@@ -66,7 +66,7 @@ fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained>
     log.take();
 
     let held_out = text.held_out(rank, world)?;
-    let bar = progress(rank, options);
+    let bar = progress::bar(options, rank == Rank(0));
     let mut curve = Curve::default();
     let (mut unreduced_peak, mut orthogonalized) = (0, 0);
     for step in 0..options.steps.get() {
@@ -91,8 +91,7 @@ fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained>
         orthogonalized = report.orthogonalized;
         let loss = sum / options.accumulate.get() as f64;
         curve.training.push(loss);
-        bar.set_message(format!("loss {loss:.3}"));
-        bar.inc(1);
+        progress::advance(&bar, loss);
     }
     curve
         .held_out
@@ -125,14 +124,4 @@ fn weights(store: &ParamStore) -> Result<Vec<(String, Tensor)>> {
     names
         .map(|(name, _)| Ok((name.clone(), store.get(&name)?.detach().copy()?)))
         .collect()
-}
-
-fn progress(rank: Rank, options: &Options) -> ProgressBar {
-    if rank != Rank(0) {
-        return ProgressBar::hidden();
-    }
-    let style =
-        ProgressStyle::with_template("{bar:40} step {pos} of {len}, {msg}, {elapsed} ({eta} left)");
-    let bar = ProgressBar::new(options.steps.get() as u64);
-    style.map_or(bar.clone(), |style| bar.with_style(style))
 }

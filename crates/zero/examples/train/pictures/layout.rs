@@ -1,5 +1,7 @@
 //! The map of the flat spaces: every block, its shards, and who computes what.
 
+use std::cmp::Reverse;
+
 use polarshard_partition::{Block, BlockId, Plan, Rank, Run, Source, Span};
 
 use super::canvas::{Anchor, Canvas, FAINT, INK};
@@ -161,7 +163,7 @@ impl<'a> Row<'a> {
             run.span()
                 .intersect(self.plan.layout().shard_span(self.id, rank))
         });
-        let Some(widest) = shards.max_by_key(|part| part.len()) else {
+        let Some(widest) = shards.min_by_key(|part| Reverse(part.len())) else {
             return;
         };
         let (left, right) = (self.x(widest.start), self.x(widest.end));

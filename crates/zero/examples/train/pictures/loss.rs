@@ -92,7 +92,7 @@ impl Axes {
     }
 
     fn draw(&self, canvas: &mut Canvas) {
-        for loss in ticks(self.lowest, self.highest, 8) {
+        for loss in ticks(self.lowest, self.highest, 10) {
             let (left, right) = (self.at(0.0, loss), self.at(self.steps, loss));
             canvas.line(left, right, &format!(r#"stroke="{GRID}""#));
             canvas.text(LEFT - 8.0, left.1 + 4.0, Anchor::End, 12.0, FAINT, loss);
