@@ -14,11 +14,9 @@ mod pictures;
 mod progress;
 mod table;
 mod text;
-mod threads;
 mod train;
 
 use std::fs;
-use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
@@ -28,16 +26,9 @@ use crate::options::Options;
 use crate::table::grouped;
 use crate::text::Text;
 
-fn main() -> Result<ExitCode> {
+fn main() -> Result<()> {
     let options = Options::parsed()?;
-    match threads::share_cores(options.world.get())? {
-        Some(code) => Ok(code),
-        None => run(&options).map(|()| ExitCode::SUCCESS),
-    }
-}
-
-fn run(options: &Options) -> Result<()> {
-    let text = Text::read(options)?;
+    let text = Text::read(&options)?;
     let (training, held_out) = (
         grouped(text.training_len() as u64),
         grouped(text.held_out_len() as u64),
@@ -45,7 +36,7 @@ fn run(options: &Options) -> Result<()> {
     println!("text: {training} bytes to train on, {held_out} held out");
 
     let started = Instant::now();
-    let ranks = train::train(options, &text)?;
+    let ranks = train::train(&options, &text)?;
     let seconds = started.elapsed().as_secs_f64();
     let curve = Curve::mean(&ranks.iter().map(|rank| &rank.curve).collect::<Vec<_>>());
     let (before, after) = curve.ends().context("the held-out text was never read")?;
@@ -57,7 +48,7 @@ fn run(options: &Options) -> Result<()> {
     println!("{traffic}");
 
     let unsharded = match options.compare {
-        true => Some(compare::train(options, &text, &ranks[0].weights)?),
+        true => Some(compare::train(&options, &text, &ranks[0].weights)?),
         false => None,
     };
     if let Some(unsharded) = &unsharded {
