@@ -143,3 +143,85 @@ impl Error {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+    use polarshard_partition::{Class, Span};
+
+    use super::*;
+
+    fn started(rank: usize, ops: &[Op]) -> Started {
+        Started {
+            rank: Rank(rank),
+            sequence: 5,
+            called: Called::Request {
+                class: Class::Exchange,
+                dtype: DType::F32,
+                ops: ops.to_vec(),
+            },
+        }
+    }
+
+    fn send(to: usize, len: usize) -> Op {
+        Op::Send {
+            span: Span::of_len(0, len),
+            to: Rank(to),
+        }
+    }
+
+    fn recv(from: usize, len: usize) -> Op {
+        Op::Recv {
+            span: Span::of_len(9, len),
+            from: Rank(from),
+        }
+    }
+
+    #[test]
+    fn positions_and_other_peers_do_not_matter() {
+        let reduce = |start| Op::AllReduce(Span::of_len(start, 4));
+        let zero = started(
+            0,
+            &[send(1, 3), reduce(10), send(1, 2), recv(1, 7), send(4, 1)],
+        );
+        let one = started(
+            1,
+            &[recv(0, 3), send(0, 7), recv(3, 8), recv(0, 2), reduce(20)],
+        );
+        assert!(disagreement(&zero, &one).is_none());
+        assert!(disagreement(&one, &zero).is_none());
+    }
+
+    #[test]
+    fn a_wrong_parcel_is_found_from_both_sides() {
+        for (sends, receives, n, sent, received) in [
+            (&[3][..], &[4][..], 0, Some(3), Some(4)),
+            (&[3, 2], &[3], 1, Some(2), None),
+            (&[], &[3], 0, None, Some(3)),
+        ] {
+            let sends: Vec<Op> = sends.iter().map(|&len| send(1, len)).collect();
+            let receives: Vec<Op> = receives.iter().map(|&len| recv(0, len)).collect();
+            let (zero, one) = (started(0, &sends), started(1, &receives));
+            for (mine, other) in [(&zero, &one), (&one, &zero)] {
+                let error = disagreement(mine, other).unwrap();
+                for (seen, by, to) in [(&error, mine, other), (&error.seen_by(other), other, mine)]
+                {
+                    let Error::Unpaired {
+                        started,
+                        peer,
+                        from: Rank(0),
+                        to: Rank(1),
+                        n: at,
+                        sent: s,
+                        received: r,
+                    } = seen
+                    else {
+                        panic!("{seen}");
+                    };
+                    assert_eq!((&**started, &**peer), (by, to));
+                    assert_eq!((*at, *s, *r), (n, sent, received));
+                }
+            }
+        }
+    }
+}

@@ -182,7 +182,8 @@ pub enum Error {
     },
     /// What one rank sends is not what the other one receives.
     #[error(
-        "{started}, and {peer}: the n = {n} send from rank {from} to rank {to} is of {}, its receive of {}",
+        "{started}, does not match {peer}: of send {n} from rank {from} to rank {to}, \
+         {} go out and {} are expected",
         elements(*sent), elements(*received)
     )]
     Unpaired {
@@ -279,7 +280,7 @@ impl Error {
 }
 
 fn elements(count: Option<usize>) -> String {
-    count.map_or_else(|| "nothing".to_owned(), |n| format!("{n} elements"))
+    count.map_or_else(|| "no elements".to_owned(), |n| format!("{n} elements"))
 }
 
 fn ranks(ranks: &[Rank]) -> String {
@@ -290,5 +291,70 @@ fn ranks(ranks: &[Rank]) -> String {
             let names: Vec<String> = many.iter().map(ToString::to_string).collect();
             format!("ranks {}", names.join(", "))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn started(ops: Vec<Op>) -> Box<Started> {
+        Box::new(Started {
+            rank: Rank(2),
+            sequence: 17,
+            called: Called::Request {
+                class: Class::Exchange,
+                dtype: DType::BF16,
+                ops,
+            },
+        })
+    }
+
+    #[test]
+    fn a_call_is_spelled_out() {
+        let send = |i| Op::Send {
+            span: Span::of_len(10 * i, i),
+            to: Rank(i),
+        };
+        let texts = [
+            started(Vec::new()).to_string(),
+            started(vec![Op::AllReduce(Span::of_len(0, 9))]).to_string(),
+            started((0..6).map(send).collect()).to_string(),
+        ];
+        assert_eq!(
+            texts,
+            [
+                "rank 2, call 17, exchange request of no operations, bf16",
+                "rank 2, call 17, exchange all-reduce of 9 bf16",
+                "rank 2, call 17, exchange group of 6 operations in bf16: send of 0 to rank 0, \
+                 send of 1 to rank 1, send of 2 to rank 2, send of 3 to rank 3 and 2 more",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_deadline_names_who_is_missing() {
+        let error = Error::Deadline {
+            started: started(vec![Op::ReduceScatter(Span::of_len(0, 8))]),
+            deadline: Duration::from_secs(3),
+            missing: vec![Rank(1), Rank(3)],
+        };
+        let text = "rank 2, call 17, exchange reduce-scatter of 8 bf16: not done within 3s, missing ranks 1, 3";
+        assert_eq!(error.to_string(), text);
+    }
+
+    #[test]
+    fn the_first_failure_is_carried() {
+        let gone = Error::PeerGone {
+            started: started(Vec::new()),
+            peer: Rank(0),
+            how: Departure::Panicked,
+        };
+        let poisoned = Error::Poisoned {
+            started: started(Vec::new()),
+            first: Box::new(gone.clone()),
+        };
+        assert_eq!(poisoned.first().to_string(), gone.to_string());
+        assert!(poisoned.to_string().ends_with("rank 0 panicked"));
     }
 }

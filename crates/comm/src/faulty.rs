@@ -24,8 +24,8 @@ pub enum Fault {
         /// How many calls of [`Pending::is_done`] find it not done.
         polls: usize,
     },
-    /// Another request is started instead.
-    Replace(fn(Request) -> Request),
+    /// The request that this makes of the right one is started instead.
+    Replace(fn(&Request) -> Request),
 }
 
 /// Lets one request of `inner` go wrong.
@@ -126,7 +126,7 @@ impl<C: Communicator> Communicator for Faulty<C> {
                     },
                 ))
             }
-            Fault::Replace(other) => inner.start(other(request)),
+            Fault::Replace(other) => inner.start(other(&request)),
         }
     }
 

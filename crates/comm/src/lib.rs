@@ -27,9 +27,20 @@
 //! # Ok::<_, Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Nothing hangs: a rank that panics, returns early, calls something else or never comes makes
-//! every other rank's call return an [`Error`] within the deadline. [`Recording`] and [`Faulty`]
-//! wrap any backend; [`conformance`] holds the tests that every backend passes.
+//! # What can go wrong
+//!
+//! Nothing hangs. What is wrong with a request by itself is refused before anything is sent
+//! ([`Error::Invalid`]). A rank that panics, returns early, calls something else or never comes makes
+//! every other rank's call return an [`Error`] that names it, within the deadline; after that the
+//! world has ended, and every later call returns an error that carries the first one. Long work of
+//! one rank stops the deadlines with [`Communicator::pause`].
+//!
+//! # Wrappers and backends
+//!
+//! [`Recording`] notes down every call, [`Faulty`] goes wrong on purpose. Both wrap any communicator,
+//! and others can be written outside: implement [`Communicator`], and [`Completion`] for what happens
+//! at the end of a request. [`conformance`] holds the tests that every backend passes. [`ranks::run`]
+//! runs ranks as threads. [`rendezvous`] is where the ranks of Loopback meet; it knows no tensors.
 
 mod agree;
 mod communicator;

@@ -107,6 +107,7 @@ impl Communicator for Loopback {
     fn start(&mut self, request: Request) -> Result<Pending, Error> {
         let started = self.describe(request.called());
         if let Some(first) = self.rendezvous.failure() {
+            self.next += 1;
             return Err(first.seen_by(&started));
         }
         if let Err(reason) = request.check(self.world) {
@@ -118,9 +119,7 @@ impl Communicator for Loopback {
     }
 
     fn pause(&self) -> Pause {
-        self.rendezvous.pause();
-        let rendezvous = Arc::clone(&self.rendezvous);
-        Pause::new(move || rendezvous.resume())
+        self.rendezvous.pause()
     }
 
     fn shutdown(mut self: Box<Self>) -> Result<(), Error> {

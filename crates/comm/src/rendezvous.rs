@@ -10,7 +10,7 @@ use polarshard_partition::{Rank, WorldSize};
 
 use crate::agree::disagreement;
 use crate::sync::{Blocking, Look, Monitor};
-use crate::{Departure, Error, Started};
+use crate::{Departure, Error, Pause, Started};
 
 /// A meeting point of all ranks of a world, used over and over. Ranks meet in rounds; a rank is in
 /// one round at a time.
@@ -78,14 +78,15 @@ impl<P, M: Monitor<State<P>>> Rendezvous<P, M> {
         self.monitor.update(|state, _| state.first.clone())
     }
 
-    /// Stops all deadlines until as many calls of [`resume`](Self::resume) have followed.
-    pub fn pause(&self) {
+    /// Stops all deadlines for as long as the guard lives, or any other one.
+    pub fn pause(self: &Arc<Self>) -> Pause
+    where
+        P: 'static,
+        M: Send + Sync + 'static,
+    {
         self.monitor.update(|state, now| state.clock.pause(now));
-    }
-
-    /// Takes one [`pause`](Self::pause) back.
-    pub fn resume(&self) {
-        self.monitor.update(|state, now| state.clock.resume(now));
+        let this = Arc::clone(self);
+        Pause::new(move || this.monitor.update(|state, now| state.clock.resume(now)))
     }
 
     /// Makes everyone who waits look again, after a change outside the state.
@@ -242,9 +243,32 @@ impl Clock {
     }
 
     fn resume(&mut self, now: Duration) {
-        self.holders = self.holders.saturating_sub(1);
+        self.holders -= 1;
         if !self.is_paused() {
             self.paused += now.saturating_sub(self.since);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_clock_leaves_pauses_out() {
+        let seconds = Duration::from_secs;
+        let mut clock = Clock::default();
+        assert_eq!(clock.running(seconds(10)), seconds(10));
+        clock.pause(seconds(10));
+        clock.pause(seconds(12));
+        clock.resume(seconds(15));
+        assert!(clock.is_paused());
+        assert_eq!(clock.running(seconds(19)), seconds(10));
+        clock.resume(seconds(20));
+        assert!(!clock.is_paused());
+        assert_eq!(clock.running(seconds(25)), seconds(15));
+        clock.pause(seconds(30));
+        clock.resume(seconds(31));
+        assert_eq!(clock.running(seconds(31)), seconds(20));
     }
 }

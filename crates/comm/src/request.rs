@@ -266,3 +266,52 @@ fn further<'a>(before: Option<&'a Op>, op: &'a Op) -> Option<&'a Op> {
 fn whole(buffer: &Tensor) -> Span {
     Span::of_len(0, buffer.elem_count())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All pairs, one by one.
+    fn any_overlap(ops: &[Op]) -> bool {
+        let is_send = |op: &Op| matches!(op, Op::Send { .. });
+        (0..ops.len()).any(|i| {
+            ops[..i].iter().any(|other| {
+                other.span().intersect(ops[i].span()).is_some()
+                    && !(is_send(other) && is_send(&ops[i]))
+            })
+        })
+    }
+
+    #[test]
+    fn overlaps_are_found_whatever_the_order() {
+        const LEN: usize = 4;
+        let world = WorldSize::new(2).unwrap();
+        let buffer = Tensor::zeros(LEN, DType::F32, &candle_core::Device::Cpu).unwrap();
+        let spans = || (0..=LEN).flat_map(|start| (start..=LEN).map(move |end| (start, end)));
+        let mut ops = Vec::new();
+        for (start, end) in spans() {
+            let span = Span::new(start, end);
+            ops.push(Op::Send { span, to: Rank(1) });
+            ops.push(Op::AllReduce(span));
+        }
+        let (mut found, mut free) = (0, 0);
+        for (i, &a) in ops.iter().enumerate() {
+            for &b in &ops {
+                for &c in &ops[i..] {
+                    let group = vec![a, b, c];
+                    let want = any_overlap(&group);
+                    let request = Request::new(Class::Control, buffer.clone(), group);
+                    let got = request.check(world);
+                    assert_eq!(got.is_err(), want, "{:?}: {got:?}", request.ops());
+                    if let Err(reason) = got {
+                        assert!(matches!(reason, Invalid::Overlap { .. }), "{reason}");
+                        found += 1;
+                    } else {
+                        free += 1;
+                    }
+                }
+            }
+        }
+        assert!(found > 1000 && free > 1000, "{found} {free}");
+    }
+}

@@ -43,7 +43,7 @@ pub fn momentum_update(
 /// Decays weights and subtracts an orthogonalized update.
 ///
 /// As computed, with `d = 1 - lr·weight_decay` and `s = lr·scale` each rounded to f32 once:
-/// `p ← d·p - s·o`. Without decay d is 1, so that only the subtraction rounds.
+/// `p ← d·p - s·o`. Without decay d is 1, which leaves p exact.
 ///
 /// # Errors
 /// For operands that are not contiguous f32 of equal length in buffers of their own; the weights

@@ -1,52 +1,9 @@
 use std::collections::BTreeMap;
-use std::fmt;
-use std::str::FromStr;
 
 use candle_core::{D, DType, Device, Tensor};
 
 use crate::normalize::normalize;
-use crate::{Coefficients, Error, iteration};
-
-/// Which products the iteration is made of. Both compute the same polynomial of the matrix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Method {
-    /// The one of fewer FLOPs: `Gram` from a long side of over 1.5 short sides, else `Standard`.
-    #[default]
-    Auto,
-    /// Multiplies the n × m matrix twice a step.
-    Standard,
-    /// Iterates on the n × n Gram matrix, and multiplies the n × m one four times in all
-    /// (Dao-AILab's Gram Newton-Schulz, restarted before the third step). A square matrix has
-    /// nothing to gain and takes `Standard`.
-    Gram,
-}
-
-impl fmt::Display for Method {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Auto => "auto",
-            Self::Standard => "standard",
-            Self::Gram => "gram",
-        })
-    }
-}
-
-impl FromStr for Method {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "standard" => Ok(Self::Standard),
-            "gram" => Ok(Self::Gram),
-            _ => Err(Error::Unknown {
-                what: "newton-schulz method",
-                text: text.to_owned(),
-                expected: "auto, standard, gram",
-            }),
-        }
-    }
-}
+use crate::{Coefficients, Error, Method, iteration};
 
 /// Newton-Schulz: takes the singular values of a matrix close to 1 and leaves its singular vectors.
 ///
@@ -325,14 +282,6 @@ mod tests {
         assert_eq!(with(Method::Gram, 5).chosen(100, 101), Method::Gram);
         assert_eq!(with(Method::Gram, 5).chosen(100, 100), Method::Standard);
         assert_eq!(with(Method::Standard, 5).chosen(1, 100), Method::Standard);
-    }
-
-    #[test]
-    fn names_round_trip() {
-        for method in [Method::Auto, Method::Standard, Method::Gram] {
-            assert_eq!(method.to_string().parse::<Method>().unwrap(), method);
-        }
-        assert!("Gram".parse::<Method>().is_err());
     }
 
     #[test]

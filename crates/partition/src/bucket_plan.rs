@@ -136,7 +136,7 @@ impl BucketPlan {
                         && last.owner == owner
                         && last.consumers == consumers =>
                 {
-                    last.span.end = span.end
+                    last.span.end = span.end;
                 }
                 _ => segments.push(Segment {
                     span,
@@ -159,7 +159,7 @@ impl BucketPlan {
             match ops.last_mut() {
                 Some(Reduction::AllReduce(span)) if shared => span.end = segment.span.end,
                 Some(Reduction::Reduce { span, root }) if !shared && *root == segment.owner => {
-                    span.end = segment.span.end
+                    span.end = segment.span.end;
                 }
                 _ if shared => ops.push(Reduction::AllReduce(segment.span)),
                 _ => ops.push(Reduction::Reduce {

@@ -17,7 +17,7 @@ impl fmt::Display for Digest {
 /// ```
 /// use polarshard_partition::DigestWriter;
 /// let digest = DigestWriter::new().str("lr").u64(0.02f64.to_bits()).finish();
-/// assert_eq!(digest.to_string(), "3c4eb54c9c5a3bd9");
+/// assert_eq!(digest.to_string(), "1cba0ad75f6014df");
 /// ```
 #[derive(Debug, Clone, Copy)]
 #[must_use]

@@ -62,7 +62,7 @@ impl Plan {
                 Some(last)
                     if last.from.end == from.start && last.into.shift(last.from.len()) == into =>
                 {
-                    last.from.end = from.end
+                    last.from.end = from.end;
                 }
                 _ => kept.push(Kept { from, into }),
             }

@@ -1,9 +1,10 @@
 use std::num::NonZeroUsize;
 
 use crate::slices::{Slices, owners};
+use crate::tiling::Tiling;
 use crate::{
     Block, BlockId, Bucket, BucketId, Digest, DigestWriter, Error, MatrixId, ParamId, Params,
-    Placement, Rank, Ranks, Slice, Space, SpaceId, Span, WorldSize, bucket, whole,
+    Placement, Rank, Ranks, Slice, Space, SpaceId, Span, WorldSize,
 };
 
 /// Where every element lies, and who owns it: all blocks of all flat spaces, each tiled by runs of
@@ -48,13 +49,11 @@ impl Layout {
         bucket_size: NonZeroUsize,
     ) -> Result<Self, Error> {
         check_size(params, world)?;
-        let (spaces, members) = spaces(params);
-        let (blocks, buckets) = match placement {
-            Placement::Flat => flat(params, &spaces, &members, world, bucket_size),
-            Placement::Striped | Placement::Whole => {
-                in_blocks(params, &spaces, &members, world, placement, bucket_size)
-            }
-        };
+        let Tiling {
+            spaces,
+            blocks,
+            buckets,
+        } = Tiling::new(params, world, placement, bucket_size);
         let mut bucket_of = vec![None; params.len()];
         for (index, bucket) in buckets.iter().enumerate() {
             for param in &bucket.params {
@@ -217,90 +216,4 @@ fn check_size(params: &Params, world: WorldSize) -> Result<(), Error> {
     size.map(|_| ()).ok_or_else(|| Error::TooLarge {
         what: "the layout".into(),
     })
-}
-
-/// The flat spaces, with the parameters of each in plan order.
-fn spaces(params: &Params) -> (Vec<Space>, Vec<Vec<ParamId>>) {
-    let mut members = std::collections::BTreeMap::<Space, Vec<ParamId>>::new();
-    for (id, param) in params.iter().rev().filter(|(_, param)| param.elems() > 0) {
-        members
-            .entry(Space {
-                group: param.group(),
-                wire: param.wire,
-            })
-            .or_default()
-            .push(id);
-    }
-    members.into_iter().unzip()
-}
-
-/// One block a flat space, in DeepSpeed's order: Muon's parameters by shape, descending, those of
-/// one shape in registration order; AdamW's in registration order.
-fn flat(
-    params: &Params,
-    spaces: &[Space],
-    members: &[Vec<ParamId>],
-    world: WorldSize,
-    bucket_size: NonZeroUsize,
-) -> (Vec<Block>, Vec<Bucket>) {
-    let mut blocks = Vec::new();
-    let mut buckets = Vec::new();
-    for (index, (space, plan_order)) in spaces.iter().zip(members).enumerate() {
-        let mut order: Vec<_> = plan_order.iter().rev().copied().collect();
-        if space.group == crate::UpdateGroup::Muon {
-            order.sort_by(|a, b| params.get(*b).shape.cmp(&params.get(*a).shape));
-        }
-        blocks.push(Block::even(SpaceId(index), params, &order, world));
-        let closed = bucket::close(params, plan_order, bucket_size).into_iter();
-        buckets.extend(closed.map(|ids| Bucket {
-            space: SpaceId(index),
-            block: BlockId(index),
-            params: ids,
-            is_block: false,
-        }));
-    }
-    buckets.sort_by_key(|bucket| std::cmp::Reverse(last(&bucket.params)));
-    (blocks, buckets)
-}
-
-/// One block a bucket.
-fn in_blocks(
-    params: &Params,
-    spaces: &[Space],
-    members: &[Vec<ParamId>],
-    world: WorldSize,
-    placement: Placement,
-    bucket_size: NonZeroUsize,
-) -> (Vec<Block>, Vec<Bucket>) {
-    let mut pairs = Vec::new();
-    for (index, (space, ids)) in spaces.iter().zip(members).enumerate() {
-        let id = SpaceId(index);
-        if placement == Placement::Whole && space.group == crate::UpdateGroup::Muon {
-            pairs.extend(whole::blocks(id, params, ids, world, bucket_size));
-        } else {
-            let closed = bucket::close(params, ids, bucket_size).into_iter();
-            pairs.extend(closed.map(|ids| {
-                let block = Block::even(id, params, &ids, world);
-                (ids, block)
-            }));
-        }
-    }
-    pairs.sort_by_key(|(ids, _)| std::cmp::Reverse(last(ids)));
-    let numbered = pairs.into_iter().enumerate();
-    numbered
-        .map(|(index, (params, block))| {
-            let bucket = Bucket {
-                space: block.space,
-                block: BlockId(index),
-                params,
-                is_block: true,
-            };
-            (block, bucket)
-        })
-        .unzip()
-}
-
-/// The last parameter of a bucket in plan order, which is its first in registration order.
-fn last(ids: &[ParamId]) -> Option<ParamId> {
-    ids.last().copied()
 }

@@ -22,6 +22,7 @@ mod exchange;
 mod kept;
 mod layout;
 mod lpt;
+mod param;
 mod params;
 mod plan;
 mod planner;
@@ -31,6 +32,7 @@ mod slices;
 mod span;
 #[cfg(feature = "proptest")]
 pub mod strategies;
+mod tiling;
 mod traffic;
 mod whole;
 
@@ -44,7 +46,8 @@ pub use error::Error;
 pub use exchange::{ExchangeKind, Parcel, RankExchange};
 pub use kept::{Kept, Place};
 pub use layout::Layout;
-pub use params::{Matrix, MatrixId, Param, ParamId, Params, UpdateGroup};
+pub use param::{Matrix, MatrixId, Param, ParamId, UpdateGroup};
+pub use params::Params;
 pub use plan::Plan;
 pub use planner::{Candidate, Costs, plan_best};
 pub use predict::{Bytes, Memory, Prediction, Terms};

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use candle_core::{DType, DeviceLocation};
 use polarshard_muon::{AdamWConfig, MuonConfig, Rules};
-use polarshard_partition::{Placement, Policy, Route, Stage};
+use polarshard_partition::{Costs, Placement, Policy, Route, Stage};
 
 use crate::error::{Error, Result};
 
@@ -39,6 +39,9 @@ pub struct Config {
     pub adamw: AdamWConfig,
     /// Where the optimizer's state is asked to live. Another device than the weights' is refused.
     pub optimizer_device: Option<DeviceLocation>,
+    /// What the machine can do, if placement, route and policy are to be chosen by it; the three settings above are
+    /// ignored then.
+    pub planned: Option<Costs>,
     /// The rank whose weights all ranks start from. Without it, ranks must start from the same weights.
     pub broadcast_from: Option<usize>,
 }
@@ -60,6 +63,7 @@ impl Default for Config {
             muon: MuonConfig::default(),
             adamw: AdamWConfig::default(),
             optimizer_device: None,
+            planned: None,
             broadcast_from: None,
         }
     }
@@ -78,6 +82,14 @@ impl Config {
         config
     }
 
+    /// With placement, route and policy chosen for the model, the world and the machine.
+    pub fn planned(self, costs: Costs) -> Self {
+        Self {
+            planned: Some(costs),
+            ..self
+        }
+    }
+
     pub(crate) fn validate(&self, world: usize) -> Result<()> {
         self.muon.validate()?;
         self.adamw.validate()?;
@@ -90,13 +102,13 @@ impl Config {
         {
             return Err(invalid(
                 "gradient_wire",
-                format!("{dtype:?}"),
+                &dtype.as_str(),
                 "f32, f16 or bf16",
             ));
         }
         match self.broadcast_from {
             Some(rank) if rank >= world => {
-                Err(invalid("broadcast_from", rank, "a rank of the world"))
+                Err(invalid("broadcast_from", &rank, "a rank of the world"))
             }
             _ => Ok(()),
         }
@@ -107,11 +119,11 @@ pub(crate) fn positive(field: &'static str, value: f64) -> Result<()> {
     if value.is_finite() && value > 0.0 {
         Ok(())
     } else {
-        Err(invalid(field, value, "positive and finite"))
+        Err(invalid(field, &value, "positive and finite"))
     }
 }
 
-fn invalid(field: &'static str, value: impl ToString, wanted: &'static str) -> Error {
+fn invalid(field: &'static str, value: &impl ToString, wanted: &'static str) -> Error {
     Error::InvalidConfig {
         field,
         value: value.to_string(),

@@ -1,5 +1,6 @@
 //! What can go wrong, in words that name the parameter, the rank and the sizes.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, DeviceLocation};
@@ -288,12 +289,66 @@ pub enum Error {
         /// The weight.
         weight: f64,
     },
-    /// An earlier fatal error ended this optimizer.
-    #[error("the optimizer ended with an earlier error")]
+    /// A checkpoint was asked for within a step.
+    #[error(
+        "rank {rank}: {done} micro-batches of a step are under way; save and load between steps"
+    )]
+    WithinStep {
+        /// This rank.
+        rank: Rank,
+        /// Micro-batches done.
+        done: usize,
+    },
+    /// A file of a checkpoint cannot be written, read or understood.
+    #[error("the checkpoint file `{}` cannot be written, read or understood", path.display())]
+    Checkpoint {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: Arc<dyn std::error::Error + Send + Sync>,
+    },
+    /// A checkpoint failed on other ranks, and so on all.
+    #[error("rank {rank}: the checkpoint failed on {}", ranks_text(failed))]
+    CheckpointFailed {
+        /// This rank.
+        rank: Rank,
+        /// The ranks that know why.
+        failed: Vec<Rank>,
+    },
+    /// The model has a parameter that the checkpoint has not.
+    #[error("the checkpoint in `{}` has no parameter `{name}`", folder.display())]
+    NotInCheckpoint {
+        /// The parameter.
+        name: String,
+        /// The checkpoint.
+        folder: PathBuf,
+    },
+    /// The checkpoint has a parameter that the model has not.
+    #[error("the checkpoint in `{}` has a parameter `{name}`, the model has none", folder.display())]
+    NotInModel {
+        /// The parameter.
+        name: String,
+        /// The checkpoint.
+        folder: PathBuf,
+    },
+    /// A parameter has another shape in the checkpoint.
+    #[error(
+        "parameter `{name}` has shape {model:?} in the model and {checkpoint:?} in the checkpoint"
+    )]
+    CheckpointShape {
+        /// The parameter.
+        name: String,
+        /// Its shape in the model.
+        model: Vec<usize>,
+        /// Its shape in the checkpoint.
+        checkpoint: Vec<usize>,
+    },
+    /// An error has ended this optimizer.
+    #[error("the optimizer has ended: no step and no save are possible any more")]
     Poisoned {
-        /// That error.
+        /// The error that ended it.
         #[source]
-        first: Arc<Error>,
+        first: Arc<Self>,
     },
     /// A tensor operation failed.
     #[error("a tensor operation failed")]
@@ -310,6 +365,27 @@ pub enum Error {
 }
 
 impl Error {
+    pub(crate) fn checkpoint(
+        path: &Path,
+        source: impl std::error::Error + Send + Sync + 'static,
+    ) -> Self {
+        Self::Checkpoint {
+            path: path.to_path_buf(),
+            source: Arc::new(source),
+        }
+    }
+
+    /// The same error where it ends the optimizer.
+    pub(crate) fn ending(self) -> Self {
+        if self.is_fatal() {
+            self
+        } else {
+            Self::Poisoned {
+                first: Arc::new(self),
+            }
+        }
+    }
+
     /// Whether the optimizer has ended with this error: every later call returns it again.
     pub fn is_fatal(&self) -> bool {
         match self {

@@ -9,27 +9,20 @@
 //! [`ZeroOptimizer::from_var_map`] for one on a `VarMap`.
 
 mod agreement;
-mod buffers;
 mod channel;
+mod checkpoint;
 mod config;
-mod decision;
 mod dtypes;
 mod error;
-mod exchange;
 mod flat;
-mod fragments;
-mod held;
-mod inbox;
-mod intake;
+mod gradients;
 mod optimizer;
-mod owned;
-mod publish;
-mod reduced;
 mod replicas;
 mod report;
 mod roles;
+mod setup;
+mod step;
 mod store;
-mod update;
 mod weights;
 
 pub use config::Config;

@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 use polarshard_partition::ParamId;
 
-use crate::inbox::Socket;
+use crate::gradients::Socket;
 
 /// Applied once, at registration, to a one-element variable: the forward pass yields the weight's storage, so the
 /// weight exists once; the backward pass receives the complete gradient once, also of a tied weight, and lets nothing

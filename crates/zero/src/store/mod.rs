@@ -15,7 +15,7 @@ use polarshard_partition::ParamId;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::inbox::Socket;
+use crate::gradients::Socket;
 use crate::optimizer::ZeroOptimizer;
 use crate::roles::{Role, Roles};
 use crate::weights::Weight;
@@ -156,7 +156,7 @@ impl ParamStore {
         }
         self.shared
             .roles
-            .check(registry.entries.iter().map(|entry| entry.name.as_str()))?;
+            .check(&registry.entries.iter().map(|entry| entry.name.as_str()))?;
         let trained: Vec<_> = registry
             .entries
             .iter()
@@ -172,7 +172,7 @@ impl ParamStore {
                 )
             })
             .collect::<Result<Vec<_>>>()?;
-        let stale = StaleCheck::new(trained.iter().map(|entry| &entry.tensor));
+        let stale = StaleCheck::new(registry.entries.iter().map(|entry| &entry.tensor));
         let optimizer =
             ZeroOptimizer::with_store(weights, stale, &self.shared.socket, comm, config)?;
         for (entry, (param, _)) in trained.into_iter().zip(optimizer.plan().params().iter()) {

@@ -14,8 +14,8 @@ use crate::flat;
 /// Looks at the losses of the first step, and at the first loss after it.
 #[derive(Debug)]
 pub(crate) struct StaleCheck {
-    /// Where the weights' storages are.
-    weights: BTreeSet<usize>,
+    /// Where the storages of the weights and buffers are.
+    registered: BTreeSet<usize>,
     #[expect(
         clippy::disallowed_types,
         reason = "asked for members only, on one rank; candle's ids have no order"
@@ -25,9 +25,9 @@ pub(crate) struct StaleCheck {
 }
 
 impl StaleCheck {
-    pub(super) fn new<'a>(weights: impl Iterator<Item = &'a Tensor>) -> Self {
+    pub(super) fn new<'a>(registered: impl Iterator<Item = &'a Tensor>) -> Self {
         Self {
-            weights: weights.map(flat::address).collect(),
+            registered: registered.map(flat::address).collect(),
             seen: Default::default(),
             done: false,
         }
@@ -41,7 +41,7 @@ impl StaleCheck {
         let nodes = loss.sorted_nodes();
         let mut kept = nodes
             .into_iter()
-            .filter(|node| !node.is_variable() && !self.weights.contains(&flat::address(node)));
+            .filter(|node| !node.is_variable() && !self.registered.contains(&flat::address(node)));
         if steps == 0 {
             self.seen.extend(kept.map(Tensor::id));
             return Ok(());

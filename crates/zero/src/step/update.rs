@@ -1,49 +1,18 @@
 //! The update of a rank's shard: momentum, whole matrices, their orthogonalization, and the weights.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
-
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use polarshard_muon::{AdamWConfig, MuonConfig, adamw_update, apply_update, momentum_update};
-use polarshard_partition::{ExchangeKind, ParamId, Plan, Policy, Rank, Span};
+use polarshard_partition::{ExchangeKind, ParamId, Policy};
 
+use super::decision::Verdict;
+use super::exchange::exchange;
+use super::fragments::Fragments;
+use super::owned::OwnedSlice;
+use super::shard::{Shard, SliceState};
 use crate::channel::Channel;
-use crate::decision::Verdict;
 use crate::error::Result;
-use crate::exchange::exchange;
 use crate::flat;
-use crate::fragments::Fragments;
-use crate::owned::{OwnedSlice, owned};
-use crate::reduced::Reduced;
-use crate::weights::Weight;
-
-/// The optimizer's state on one rank, all in fp32.
-#[derive(Debug)]
-pub(crate) struct Shard {
-    plan: Arc<Plan>,
-    device: Device,
-    pub(crate) owned: Vec<OwnedSlice>,
-    /// By block.
-    pub(crate) masters: Vec<Tensor>,
-    /// By owned slice.
-    pub(crate) state: Vec<SliceState>,
-    /// Parameters whose momentum this rank keeps whole (`CopyToOwners`).
-    pub(crate) full_momentum: BTreeMap<ParamId, Tensor>,
-    /// By parameter: how often its AdamW moments were updated.
-    pub(crate) adamw_steps: Vec<u64>,
-}
-
-/// The state of one slice, as views of one allocation a kind.
-#[derive(Debug)]
-pub(crate) enum SliceState {
-    Momentum(Tensor),
-    /// The whole parameter's momentum is in `full_momentum`.
-    InFull,
-    Moments {
-        first: Tensor,
-        second: Tensor,
-    },
-}
+use crate::gradients::Reduced;
 
 /// What a gradient slice is multiplied with, one after the other.
 #[derive(Debug, Clone, Copy)]
@@ -55,71 +24,6 @@ pub(crate) struct Factors {
 }
 
 impl Shard {
-    pub(crate) fn new(
-        plan: &Arc<Plan>,
-        rank: Rank,
-        weights: &[Weight],
-        device: &Device,
-    ) -> Result<Self> {
-        let owned = owned(plan, rank);
-        let masters = (plan.layout().blocks().iter())
-            .map(|block| Tensor::zeros(block.shard_len, DType::F32, device))
-            .collect::<candle_core::Result<Vec<_>>>()?;
-        for slice in &owned {
-            let values = flat::view(weights[slice.param.index()].values(), slice.span)?;
-            flat::write(&masters[slice.block.index()], slice.at, &values)?;
-        }
-        let mut full_momentum = BTreeMap::new();
-        for param in plan.full_momentum(rank) {
-            let elems = plan.params().get(param).elems();
-            full_momentum.insert(param, Tensor::zeros(elems, DType::F32, device)?);
-        }
-        // Of each kind one allocation: an operation cannot write two views of one storage.
-        let in_full = |slice: &OwnedSlice| full_momentum.contains_key(&slice.param);
-        let elems = |kind: &dyn Fn(&OwnedSlice) -> bool| -> usize {
-            owned
-                .iter()
-                .filter(|slice| kind(slice))
-                .map(|slice| slice.span.len())
-                .sum()
-        };
-        let mut momentum = Runs::new(
-            elems(&|slice| slice.matrix.is_some() && !in_full(slice)),
-            device,
-        )?;
-        let mut first = Runs::new(elems(&|slice| slice.matrix.is_none()), device)?;
-        let mut second = Runs::new(elems(&|slice| slice.matrix.is_none()), device)?;
-        let state = owned
-            .iter()
-            .map(|slice| {
-                let len = slice.span.len();
-                Ok(match slice.matrix {
-                    Some(_) if in_full(slice) => SliceState::InFull,
-                    Some(_) => SliceState::Momentum(momentum.next(len)?),
-                    None => SliceState::Moments {
-                        first: first.next(len)?,
-                        second: second.next(len)?,
-                    },
-                })
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let adamw_steps = vec![0; weights.len()];
-        let (plan, device) = (Arc::clone(plan), device.clone());
-        Ok(Self {
-            plan,
-            device,
-            owned,
-            masters,
-            state,
-            full_momentum,
-            adamw_steps,
-        })
-    }
-
-    pub(crate) fn plan(&self) -> &Plan {
-        &self.plan
-    }
-
     /// Updates the masters from the reduced gradients. Returns how many matrices this rank orthogonalized.
     pub(crate) fn update(
         &mut self,
@@ -137,7 +41,7 @@ impl Shard {
             if skipped(verdict, slice) {
                 continue;
             }
-            let (_, matrix) = self.plan.params().matrix(matrix);
+            let (_, matrix) = self.plan().params().matrix(matrix);
             let weights = flat::view(&self.masters[slice.block.index()], slice.in_shard())?;
             let result = results.read(slice.param, slice.span)?;
             let scale = muon.scale.factor(matrix.rows, matrix.cols);
@@ -157,7 +61,7 @@ impl Shard {
         muon: &MuonConfig,
     ) -> Result<Fragments> {
         let wholes = self.whole_gradients(channel, reduced)?;
-        let mut updates = Fragments::new(&self.device);
+        let mut updates = Fragments::new(self.device());
         for (slice, state) in self.owned.iter().zip(&self.state) {
             let SliceState::Momentum(momentum) = state else {
                 continue;
@@ -170,8 +74,8 @@ impl Shard {
             }
         }
         for (param, momentum) in &self.full_momentum {
-            for id in self.plan.params().matrices_of(*param) {
-                let span = self.plan.params().matrix(id).1.span;
+            for id in self.plan().params().matrices_of(*param) {
+                let span = self.plan().params().matrix(id).1.span;
                 if verdict.zero[id.index()] || verdict.absent[param.index()] {
                     continue;
                 }
@@ -193,9 +97,9 @@ impl Shard {
 
     /// Under `CopyToOwners` with a route that left slices only, the owners of a split parameter swap them here.
     fn whole_gradients(&self, channel: &mut Channel, reduced: &Reduced) -> Result<Fragments> {
-        let mut wholes = Fragments::new(&self.device);
+        let mut wholes = Fragments::new(self.device());
         if self
-            .plan
+            .plan()
             .exchange_kinds()
             .contains(&ExchangeKind::Gradients)
         {
@@ -220,11 +124,15 @@ impl Shard {
         verdict: &Verdict,
         muon: &MuonConfig,
     ) -> Result<(Fragments, usize)> {
-        let params = self.plan.params();
-        if self.plan.exchange_kinds().contains(&ExchangeKind::Updates) {
+        let params = self.plan().params();
+        if self
+            .plan()
+            .exchange_kinds()
+            .contains(&ExchangeKind::Updates)
+        {
             self.swap(channel, ExchangeKind::Updates, DType::F32, updates)?;
         }
-        let jobs: Vec<_> = (self.plan.jobs(channel.rank()).iter())
+        let jobs: Vec<_> = (self.plan().jobs(channel.rank()).iter())
             .map(|id| (*id, params.matrix(*id)))
             .filter(|(id, (param, _))| !verdict.zero[id.index()] && !verdict.absent[param.index()])
             .map(|(_, job)| job)
@@ -237,14 +145,14 @@ impl Shard {
                     .reshape((matrix.rows, matrix.cols))?)
             })
             .collect::<Result<Vec<_>>>()?;
-        let mut results = Fragments::new(&self.device);
+        let mut results = Fragments::new(self.device());
         for ((param, matrix), result) in jobs
             .iter()
             .zip(muon.newton_schulz.orthogonalize_all(&matrices)?)
         {
             results.put(*param, matrix.span.start, result.flatten_all()?);
         }
-        if self.plan.policy() == Policy::AssignOwner {
+        if self.plan().policy() == Policy::AssignOwner {
             let dtype = muon.newton_schulz.iterate;
             self.swap(channel, ExchangeKind::Results, dtype, &mut results)?;
         }
@@ -258,8 +166,8 @@ impl Shard {
         dtype: DType,
         fragments: &mut Fragments,
     ) -> Result<()> {
-        let plan = self.plan.exchange(kind, channel.rank());
-        exchange(channel, &plan, dtype, &self.device, fragments)
+        let plan = self.plan().exchange(kind, channel.rank());
+        exchange(channel, &plan, dtype, self.device(), fragments)
     }
 
     fn adamw(
@@ -292,27 +200,6 @@ impl Shard {
             )?;
         }
         Ok(())
-    }
-}
-
-/// Zeros, handed out run by run.
-struct Runs {
-    all: Tensor,
-    next: usize,
-}
-
-impl Runs {
-    fn new(elems: usize, device: &Device) -> Result<Self> {
-        Ok(Self {
-            all: Tensor::zeros(elems, DType::F32, device)?,
-            next: 0,
-        })
-    }
-
-    fn next(&mut self, len: usize) -> Result<Tensor> {
-        let span = Span::of_len(self.next, len);
-        self.next = span.end;
-        Ok(flat::view(&self.all, span)?)
     }
 }
 

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use candle_core::Tensor;
 use polarshard_partition::ParamId;
 
+use super::intake::Intake;
 use crate::error::{Error, Result};
-use crate::intake::Intake;
 
 /// The optimizer's intake, open to the weights' hooks during its own backward pass only.
 #[derive(Debug)]

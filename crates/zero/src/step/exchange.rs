@@ -2,12 +2,12 @@
 
 use candle_core::{DType, Device, Tensor};
 use polarshard_comm::{Op, Request};
-use polarshard_partition::{Class, RankExchange};
+use polarshard_partition::{Class, RankExchange, Span};
 
+use super::fragments::Fragments;
 use crate::channel::Channel;
 use crate::error::Result;
 use crate::flat;
-use crate::fragments::Fragments;
 
 /// Sends this rank's parcels from `fragments` and puts what comes into them.
 pub(crate) fn exchange(
@@ -34,7 +34,7 @@ pub(crate) fn exchange(
         .start(Request::new(Class::Exchange, buffer, ops))?
         .wait()?;
     for piece in plan.receives.iter().flat_map(|parcel| &parcel.pieces) {
-        let span = polarshard_partition::Span::of_len(piece.at, piece.span.len());
+        let span = Span::of_len(piece.at, piece.span.len());
         let values = flat::view(&buffer, span)?.to_dtype(DType::F32)?;
         fragments.put(piece.param, piece.span.start, values);
     }

@@ -59,9 +59,9 @@ impl Reduced {
             };
             let values = flat::view(buffer, *from)?;
             if begun {
-                flat::add(target, at, &values)?
+                flat::add(target, at, &values)?;
             } else {
-                flat::write(target, at, &values)?
+                flat::write(target, at, &values)?;
             }
         }
         Ok(())

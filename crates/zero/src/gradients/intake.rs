@@ -4,18 +4,23 @@
 //! order: bucket k once it is full and bucket k-1 has been issued, whatever the order of arrival, so that all ranks
 //! issue the same collectives. At most one reduction is in flight.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use polarshard_comm::{Op, Pending, Request};
-use polarshard_partition::{Class, ParamId, Piece, Plan, Rank, Reduction, Span, Stage, Wire};
+use polarshard_partition::{Class, ParamId, Piece, Plan, Rank, Reduction, Span, Stage};
 
-use crate::buffers::{Buffer, Buffers};
+use super::buffers::{Buffer, Buffers};
+use super::cycle::Cycle;
+use super::held::Held;
+use super::lane::{Home, Lane, homes, lanes};
+use super::reduced::Reduced;
 use crate::channel::Channel;
+use crate::dtypes;
 use crate::error::{Error, Result};
 use crate::flat;
-use crate::held::Held;
-use crate::reduced::Reduced;
+use crate::setup::Setup;
 use crate::weights::Weight;
 
 /// Takes in the gradients of one step.
@@ -26,45 +31,23 @@ pub(crate) struct Intake {
     pub(crate) held: Held,
     plan: Arc<Plan>,
     weights: Arc<Vec<Weight>>,
-    terms: Terms,
+    stage: Stage,
+    /// Micro-batches in a step.
+    accumulate: usize,
+    overlap: bool,
     /// By bucket.
     lanes: Vec<Lane>,
     /// By parameter; an empty one has none.
     homes: Vec<Option<Home>>,
+    /// By bucket: sums of the micro-batches before the last, where they are not reduced (stage 1).
+    locals: Vec<Option<Tensor>>,
     buffers: Buffers,
+    /// By bucket.
     slots: Vec<Slot>,
+    /// The bucket that is issued next.
     next: usize,
     in_flight: Option<InFlight>,
     cycle: Cycle,
-}
-
-/// The settings that gradients meet.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Terms {
-    pub(crate) stage: Stage,
-    pub(crate) accumulate: usize,
-    pub(crate) overlap: bool,
-}
-
-/// What is fixed about a bucket.
-#[derive(Debug)]
-struct Lane {
-    wire: Wire,
-    /// The power of two by which an f16 wire is kept from overflowing.
-    prescale: f64,
-    len: usize,
-    parameters: usize,
-    /// Elements of the buffer that no parameter writes.
-    padding: Vec<Span>,
-    /// Sums of the micro-batches before the last, where they are not reduced (stage 1).
-    local: Option<Tensor>,
-}
-
-/// Where a parameter's gradient goes: its bucket, and its runs in there.
-#[derive(Debug)]
-struct Home {
-    bucket: usize,
-    pieces: Vec<Piece>,
 }
 
 /// Where a bucket is in the micro-batch.
@@ -75,6 +58,7 @@ enum Slot {
     Issued,
 }
 
+/// The reduction under way.
 #[derive(Debug)]
 struct InFlight {
     bucket: usize,
@@ -82,99 +66,29 @@ struct InFlight {
     pending: Pending,
 }
 
-/// How far the step has come.
-#[derive(Debug)]
-pub(crate) struct Cycle {
-    /// Micro-batches complete.
-    pub(crate) done: usize,
-    /// The sum of their weights.
-    pub(crate) weight: f64,
-    /// By parameter: whether a gradient came in any micro-batch.
-    pub(crate) present: Vec<bool>,
-    /// The first error and its micro-batch; everything of this step will be dropped.
-    failed: Option<(usize, Error)>,
-    /// By parameter: whether a gradient came in this micro-batch.
-    arrived: Vec<bool>,
-    /// The weight of the micro-batch under way.
-    current: f64,
-}
-
-impl Cycle {
-    fn new(parameters: usize) -> Self {
-        Self {
-            done: 0,
-            weight: 0.0,
-            present: vec![false; parameters],
-            failed: None,
-            arrived: vec![false; parameters],
-            current: 1.0,
-        }
-    }
-}
-
 impl Intake {
-    pub(crate) fn new(
-        channel: Channel,
-        plan: Arc<Plan>,
-        weights: Arc<Vec<Weight>>,
-        gradient_wire: Option<Wire>,
-        terms: Terms,
-        device: &Device,
-    ) -> Result<Self> {
-        let world = channel.world().get();
-        let lanes: Vec<_> = plan
-            .buckets()
-            .iter()
-            .zip(plan.layout().buckets())
-            .map(|(bucket, place)| {
-                let wire =
-                    gradient_wire.unwrap_or(plan.layout().spaces()[place.space.index()].wire);
-                let parameters = place.params.len();
-                let prescale = prescale(wire, world);
-                let padding = gaps(bucket.len, &bucket.pieces);
-                Lane {
-                    wire,
-                    prescale,
-                    len: bucket.len,
-                    parameters,
-                    padding,
-                    local: None,
-                }
-            })
-            .collect();
-        let mut homes: Vec<Option<Home>> = weights.iter().map(|_| None).collect();
-        for (bucket, plan) in plan.buckets().iter().enumerate() {
-            for piece in &plan.pieces {
-                let home = homes[piece.param.index()].get_or_insert_with(|| Home {
-                    bucket,
-                    pieces: Vec::new(),
-                });
-                home.pieces.push(*piece);
-            }
-        }
+    pub(crate) fn new(channel: Channel, setup: &Setup, weights: Arc<Vec<Weight>>) -> Result<Self> {
+        let (plan, config) = (Arc::clone(&setup.plan), &setup.config);
+        let lanes = lanes(&plan, config.gradient_wire.and_then(dtypes::wire));
+        let uses = lanes.iter().map(|lane| (lane.space, lane.wire, lane.len));
         Ok(Self {
-            reduced: Reduced::new(&plan, channel.rank(), device)?,
-            held: Held::default(),
-            buffers: Buffers::new(
-                device.clone(),
-                lanes.iter().map(|lane| (lane.wire, lane.len)),
-            ),
+            reduced: Reduced::new(&plan, channel.rank(), &setup.device)?,
+            held: Held::new(bound(&lanes, &weights)),
+            stage: config.stage,
+            accumulate: config.accumulate.get(),
+            overlap: config.overlap,
+            homes: homes(&plan),
+            locals: vec![None; lanes.len()],
+            buffers: Buffers::new(setup.device.clone(), uses),
             slots: lanes.iter().map(|_| Slot::Empty).collect(),
-            cycle: Cycle::new(weights.len()),
             next: 0,
             in_flight: None,
+            cycle: Cycle::new(weights.len()),
             channel,
             plan,
             weights,
-            terms,
             lanes,
-            homes,
         })
-    }
-
-    /// Whether an error was met in this step.
-    pub(crate) fn has_failed(&self) -> bool {
-        self.cycle.failed.is_some()
     }
 
     pub(crate) fn cycle(&self) -> &Cycle {
@@ -183,7 +97,7 @@ impl Intake {
 
     /// Whether all micro-batches of the step are complete.
     pub(crate) fn at_boundary(&self) -> bool {
-        self.cycle.done == self.terms.accumulate
+        self.cycle.done == self.accumulate
     }
 
     /// The power of two with which a parameter's gradients were multiplied on the wire.
@@ -199,15 +113,15 @@ impl Intake {
         if self.at_boundary() {
             return Err(Error::StepDue {
                 rank,
-                accumulate: self.terms.accumulate,
+                accumulate: self.accumulate,
             });
         }
-        if !(weight.is_finite() && weight > 0.0) {
-            return Err(Error::MicroBatchWeight { rank, weight });
-        }
-        self.cycle.arrived.fill(false);
-        self.cycle.current = weight;
         self.restart();
+        let usable = weight.is_finite() && weight > 0.0;
+        self.cycle.begin(if usable { weight } else { 1.0 });
+        if !usable {
+            self.fail(&Error::MicroBatchWeight { rank, weight });
+        }
         Ok(())
     }
 
@@ -219,7 +133,7 @@ impl Intake {
     /// Takes a parameter's complete gradient of this micro-batch. An error is remembered: what comes after it is
     /// ignored, and the step's micro-batches will be dropped on all ranks.
     pub(crate) fn accept(&mut self, param: ParamId, gradient: &Tensor) -> Result<()> {
-        if self.cycle.failed.is_some() {
+        if self.cycle.has_failed() {
             return Ok(());
         }
         self.check(param, gradient)
@@ -229,10 +143,7 @@ impl Intake {
 
     /// Remembers an error of this micro-batch.
     pub(crate) fn fail(&mut self, error: &Error) {
-        let micro_batch = self.cycle.done;
-        self.cycle
-            .failed
-            .get_or_insert_with(|| (micro_batch, error.clone()));
+        self.cycle.fail(error);
     }
 
     /// Ends a micro-batch: buckets that are still open are reduced, what did not come as zeros.
@@ -240,8 +151,7 @@ impl Intake {
     /// # Errors
     /// The first error of this micro-batch; the micro-batch is complete even so.
     pub(crate) fn end(&mut self) -> Result<()> {
-        let micro_batch = self.cycle.done;
-        if micro_batch + 1 == self.terms.accumulate
+        if self.cycle.done + 1 == self.accumulate
             && let Some(missing) = self.missing()
         {
             self.fail(&missing);
@@ -251,13 +161,8 @@ impl Intake {
         } else {
             Ok(())
         };
-        self.cycle.done += 1;
-        self.cycle.weight += self.cycle.current;
-        flushed?;
-        match &self.cycle.failed {
-            Some((at, error)) if *at == micro_batch => Err(error.clone()),
-            _ => Ok(()),
-        }
+        let ended = self.cycle.end();
+        flushed.and(ended)
     }
 
     /// Makes the micro-batches so far a whole step.
@@ -271,21 +176,19 @@ impl Intake {
         if let Some(missing) = self.missing() {
             self.fail(&missing);
         }
-        if self.terms.stage == Stage::One {
-            self.cycle.arrived.fill(false);
+        if self.stage == Stage::One {
             self.restart();
+            self.cycle.arrived.fill(false);
             self.flush()?;
         }
-        self.cycle.done = self.terms.accumulate;
+        self.cycle.done = self.accumulate;
         Ok(())
     }
 
     /// Forgets the step's gradients.
     pub(crate) fn clear(&mut self) {
         self.reduced.clear();
-        for lane in &mut self.lanes {
-            lane.local = None;
-        }
+        self.locals.fill(None);
         self.cycle = Cycle::new(self.weights.len());
         self.held.reset();
     }
@@ -296,7 +199,7 @@ impl Intake {
 
     /// Whether gradients of the micro-batch under way go to the wire.
     fn fills_wire(&self) -> bool {
-        self.terms.stage == Stage::Two || self.cycle.done + 1 == self.terms.accumulate
+        self.stage == Stage::Two || self.cycle.done + 1 == self.accumulate
     }
 
     fn missing(&self) -> Option<Error> {
@@ -352,8 +255,7 @@ impl Intake {
     }
 
     fn place(&mut self, param: ParamId, gradient: &Tensor) -> Result<()> {
-        self.cycle.arrived[param.index()] = true;
-        self.cycle.present[param.index()] = true;
+        self.cycle.arrive(param.index());
         let Some(home) = self.homes[param.index()].take() else {
             return Ok(());
         };
@@ -391,7 +293,7 @@ impl Intake {
         let Slot::Filling { buffer, .. } = &self.slots[bucket] else {
             unreachable!("the bucket was just opened")
         };
-        let values = match &lane.local {
+        let values = match &self.locals[bucket] {
             None => flat::scaled(values, current * lane.prescale)?,
             Some(local) => {
                 let earlier = flat::view(local, Span::of_len(at, values.elem_count()))?;
@@ -405,21 +307,18 @@ impl Intake {
     }
 
     fn local(&mut self, bucket: usize) -> Result<&Tensor> {
-        let lane = &mut self.lanes[bucket];
-        if lane.local.is_none() {
-            lane.local = Some(Tensor::zeros(
-                lane.len,
-                DType::F32,
-                self.weights[0].values().device(),
-            )?);
+        let (len, device) = (self.lanes[bucket].len, self.weights[0].values().device());
+        let local = &mut self.locals[bucket];
+        if local.is_none() {
+            *local = Some(Tensor::zeros(len, DType::F32, device)?);
         }
-        Ok(lane.local.as_ref().expect("it was just made"))
+        Ok(local.as_ref().expect("it was just made"))
     }
 
     fn open(&mut self, bucket: usize) -> Result<()> {
         if matches!(self.slots[bucket], Slot::Empty) {
             let lane = &self.lanes[bucket];
-            let buffer = self.buffers.take(lane.wire, lane.len)?;
+            let buffer = self.buffers.take(lane.space, lane.len)?;
             self.held.add(buffer.bytes());
             self.slots[bucket] = Slot::Filling { buffer, arrived: 0 };
         }
@@ -460,11 +359,7 @@ impl Intake {
             pending,
         });
         self.next += 1;
-        if self.terms.overlap {
-            Ok(())
-        } else {
-            self.collect()
-        }
+        if self.overlap { Ok(()) } else { self.collect() }
     }
 
     /// Waits for the reduction in flight and adds what this rank keeps of it.
@@ -509,12 +404,19 @@ impl Intake {
     }
 }
 
-/// The largest power of two up to 1/W on an f16 wire, where a sum of W values could overflow; 1 elsewhere.
-fn prescale(wire: Wire, world: usize) -> f64 {
-    match wire {
-        Wire::F16 => 1.0 / world.next_power_of_two() as f64,
-        _ => 1.0,
+/// One open bucket a flat space, one in flight, and one gradient, in bytes.
+fn bound(lanes: &[Lane], weights: &[Weight]) -> usize {
+    let mut longest = BTreeMap::new();
+    for lane in lanes {
+        let bytes = lane.len * lane.wire.bytes();
+        let known = longest.entry(lane.space).or_insert(bytes);
+        *known = bytes.max(*known);
     }
+    let gradients = weights
+        .iter()
+        .map(|weight| weight.elems() * weight.dtype.size_in_bytes());
+    let in_flight = longest.values().max().copied().unwrap_or_default();
+    longest.values().sum::<usize>() + in_flight + gradients.max().unwrap_or_default()
 }
 
 fn operation(reduction: &Reduction) -> Op {
@@ -523,20 +425,4 @@ fn operation(reduction: &Reduction) -> Op {
         Reduction::Reduce { span, root } => Op::Reduce { span, root },
         Reduction::ReduceScatter(span) => Op::ReduceScatter(span),
     }
-}
-
-/// What ascending pieces leave free of a buffer.
-fn gaps(len: usize, pieces: &[Piece]) -> Vec<Span> {
-    let mut gaps = Vec::new();
-    let mut end = 0;
-    for piece in pieces {
-        if piece.at > end {
-            gaps.push(Span::new(end, piece.at));
-        }
-        end = piece.at + piece.span.len();
-    }
-    if len > end {
-        gaps.push(Span::new(end, len));
-    }
-    gaps
 }

@@ -2,12 +2,12 @@
 
 use candle_core::{Device, Tensor};
 use polarshard_comm::Request;
-use polarshard_partition::{Block, Class, Plan, Span, Wire};
+use polarshard_partition::{Block, Class, Plan, Span};
 
-use crate::buffers::{Buffer, Buffers};
 use crate::channel::Channel;
 use crate::error::Result;
 use crate::flat;
+use crate::gradients::{Buffer, Buffers};
 use crate::weights::Weight;
 
 /// The staging buffer of the weights' all-gather.
@@ -19,10 +19,10 @@ pub(crate) struct Publisher {
 impl Publisher {
     pub(crate) fn new(plan: &Plan, world: usize, device: &Device) -> Self {
         let lens = plan.layout().block_ids().flat_map(|id| {
-            let wire = wire(plan, plan.layout().block(id));
+            let space = plan.layout().space(plan.layout().block(id).space);
             plan.windows(id)
                 .into_iter()
-                .map(move |window| (wire, world * window.len()))
+                .map(move |window| (space, space.wire, world * window.len()))
         });
         Self {
             staging: Buffers::new(device.clone(), lens),
@@ -41,7 +41,9 @@ impl Publisher {
         for (id, master) in plan.layout().block_ids().zip(masters) {
             let block = plan.layout().block(id);
             for window in plan.windows(id) {
-                let staging = self.staging.take(wire(plan, block), world * window.len())?;
+                let staging = self
+                    .staging
+                    .take(plan.layout().space(block.space), world * window.len())?;
                 let own = channel.rank().0 * window.len();
                 flat::write(&staging.used, own, &flat::view(master, window)?)?;
                 channel
@@ -53,10 +55,6 @@ impl Publisher {
         }
         Ok(())
     }
-}
-
-fn wire(plan: &Plan, block: &Block) -> Wire {
-    plan.layout().space(block.space).wire
 }
 
 /// Copies the gathered runs of a window into the model's tensors.

@@ -1,0 +1,197 @@
+use candle_core::{DType, Device, Tensor};
+use polarshard_muon::{AdamWConfig, Error, adamw_update, apply_update, momentum_update};
+
+use crate::tensors::{bits, gaussian};
+
+fn zeros(len: usize) -> Tensor {
+    Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap()
+}
+
+fn values(x: &Tensor) -> Vec<f64> {
+    x.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+}
+
+fn assert_close(got: &Tensor, expected: &[f64], bound: f64) {
+    for (i, (got, expected)) in values(got).iter().zip(expected).enumerate() {
+        assert!(
+            (got - expected).abs() < bound,
+            "element {i}: {got} for {expected}"
+        );
+    }
+}
+
+#[test]
+fn momentum_follows_its_formula_over_many_steps() {
+    let (len, beta) = (40, 0.95);
+    for nesterov in [true, false] {
+        let momentum = zeros(len);
+        let mut expected = vec![0f64; len];
+        for step in 0..20 {
+            let gradient = gaussian(&[len], step);
+            let update = momentum_update(&momentum, &gradient, beta, nesterov).unwrap();
+            let mut expected_update = Vec::new();
+            for (m, g) in expected.iter_mut().zip(values(&gradient)) {
+                *m = beta * *m + (1.0 - beta) * g;
+                expected_update.push(if nesterov {
+                    beta * *m + (1.0 - beta) * g
+                } else {
+                    *m
+                });
+            }
+            assert_close(&momentum, &expected, 1e-6);
+            assert_close(&update, &expected_update, 1e-6);
+        }
+    }
+}
+
+#[test]
+fn the_update_without_nesterov_is_no_view_of_the_momentum() {
+    let (momentum, gradient) = (zeros(4), gaussian(&[4], 1));
+    let first = momentum_update(&momentum, &gradient, 0.5, false).unwrap();
+    let before = bits(&first);
+    momentum_update(&momentum, &gradient, 0.5, false).unwrap();
+    assert_eq!(bits(&first), before);
+}
+
+#[test]
+fn weights_decay_and_then_step() {
+    let (weights, update) = (gaussian(&[30], 1), gaussian(&[30], 2));
+    let expected: Vec<f64> = values(&weights)
+        .iter()
+        .zip(values(&update))
+        .map(|(p, o)| p * (1.0 - 0.1 * 0.3) - 0.1 * (1.5 * o))
+        .collect();
+    apply_update(&weights, &update, 1.5, 0.1, 0.3).unwrap();
+    assert_close(&weights, &expected, 1e-6);
+}
+
+#[test]
+fn without_decay_weights_are_not_rounded_before_the_step() {
+    let (weights, update) = (gaussian(&[30], 1), gaussian(&[30], 2));
+    let expected: Vec<u32> = weights
+        .to_vec1::<f32>()
+        .unwrap()
+        .iter()
+        .zip(update.to_vec1::<f32>().unwrap())
+        .map(|(p, o)| (p - 0.25 * o).to_bits())
+        .collect();
+    apply_update(&weights, &update, 0.5, 0.5, 0.0).unwrap();
+    assert_eq!(bits(&weights), expected);
+}
+
+#[test]
+fn adamw_follows_its_formula_over_many_steps() {
+    let len = 40;
+    let config = AdamWConfig {
+        lr: 0.01,
+        weight_decay: 0.1,
+        ..AdamWConfig::default()
+    };
+    let (weights, m, v) = (gaussian(&[len], 100), zeros(len), zeros(len));
+    let mut p = values(&weights);
+    let (mut first, mut second) = (vec![0f64; len], vec![0f64; len]);
+    for step in 1..=20 {
+        let gradient = gaussian(&[len], step);
+        adamw_update(&weights, &m, &v, &gradient, step, &config).unwrap();
+        let t = i32::try_from(step).unwrap();
+        for (i, g) in values(&gradient).into_iter().enumerate() {
+            p[i] *= 1.0 - config.lr * config.weight_decay;
+            first[i] = config.beta1 * first[i] + (1.0 - config.beta1) * g;
+            second[i] = config.beta2 * second[i] + (1.0 - config.beta2) * g * g;
+            let first_hat = first[i] / (1.0 - config.beta1.powi(t));
+            let second_hat = second[i] / (1.0 - config.beta2.powi(t));
+            p[i] -= config.lr * first_hat / (second_hat.sqrt() + config.eps);
+        }
+        assert_close(&weights, &p, 2e-6);
+        assert_close(&m, &first, 1e-6);
+        assert_close(&v, &second, 1e-6);
+    }
+}
+
+/// Bias correction makes the first step ±lr, whatever the gradient's size; zero stays.
+#[test]
+fn the_first_adamw_step_is_the_learning_rate() {
+    let weights = zeros(4);
+    let gradient = Tensor::new(&[3.0f32, -2e-6, 0.0, 1e9], &Device::Cpu).unwrap();
+    let config = AdamWConfig {
+        lr: 0.5,
+        ..AdamWConfig::default()
+    };
+    adamw_update(&weights, &zeros(4), &zeros(4), &gradient, 1, &config).unwrap();
+    assert_close(&weights, &[-0.5, 0.5, 0.0, -0.5], 1e-4);
+}
+
+/// What a sharded caller does: the same steps on slices of larger buffers, with the same bits.
+#[test]
+fn slices_of_buffers_are_stepped_in_place_with_the_same_bits() {
+    let (len, start) = (50, 13);
+    let part = |x: &Tensor| x.narrow(0, start, 20).unwrap();
+    let config = AdamWConfig {
+        weight_decay: 0.1,
+        ..AdamWConfig::default()
+    };
+    let run = |take: &dyn Fn(&Tensor) -> Tensor| {
+        let buffers = [gaussian(&[len], 1), zeros(len), zeros(len), zeros(len)];
+        let [weights, m, v, momentum] = &buffers;
+        for step in 1..=3 {
+            let gradient = take(&gaussian(&[len], 10 + step));
+            let u = momentum_update(&take(momentum), &gradient, 0.9, true).unwrap();
+            apply_update(&take(weights), &u, 1.1, 0.1, 0.2).unwrap();
+            adamw_update(&take(weights), &take(m), &take(v), &gradient, step, &config).unwrap();
+        }
+        buffers
+    };
+    let whole = run(&|x| x.clone());
+    let sliced = run(&part);
+    for (whole, sliced) in whole.iter().zip(&sliced) {
+        assert_eq!(bits(&part(sliced)), bits(&part(whole)));
+    }
+    let untouched = bits(&gaussian(&[len], 1));
+    assert_eq!(bits(&sliced[0])[..start], untouched[..start]);
+    assert_eq!(bits(&sliced[0])[start + 20..], untouched[start + 20..]);
+}
+
+#[test]
+fn operands_are_checked_before_anything_is_written() {
+    let (a, b, c, d) = (
+        gaussian(&[6], 1),
+        gaussian(&[6], 2),
+        gaussian(&[6], 3),
+        gaussian(&[6], 4),
+    );
+    let before = [&a, &b, &c, &d].map(bits);
+    let config = AdamWConfig::default();
+
+    let short = gaussian(&[5], 1);
+    let error = momentum_update(&a, &short, 0.9, true).unwrap_err();
+    assert_eq!(error.to_string(), "the gradient has 5 elements; expected 6");
+
+    let half = b.to_dtype(DType::F16).unwrap();
+    let error = apply_update(&a, &half, 1.0, 0.1, 0.0).unwrap_err();
+    assert_eq!(error.to_string(), "the update has dtype F16; expected f32");
+
+    let strided = Tensor::stack(&[&b, &c], 1)
+        .unwrap()
+        .narrow(1, 0, 1)
+        .unwrap();
+    let error = adamw_update(&a, &b, &c, &strided, 1, &config).unwrap_err();
+    assert_eq!(error.to_string(), "the gradient is not contiguous");
+
+    let buffer = gaussian(&[12], 5);
+    let halves = [
+        buffer.narrow(0, 0, 6).unwrap(),
+        buffer.narrow(0, 6, 6).unwrap(),
+    ];
+    let error = adamw_update(&a, &halves[0], &halves[1], &b, 1, &config).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the first moment and the second moment share storage"
+    );
+
+    let error = adamw_update(&a, &b, &c, &d, 0, &config).unwrap_err();
+    assert!(
+        matches!(error, Error::Config { field: "step", .. }),
+        "{error}"
+    );
+    assert_eq!([&a, &b, &c, &d].map(bits), before);
+}

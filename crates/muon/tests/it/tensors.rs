@@ -1,0 +1,18 @@
+//! Tensors with known contents, and their exact comparison.
+
+use candle_core::{DType, Tensor};
+
+use crate::oracle::Matrix;
+
+/// Standard normal f32 elements; the seed decides them.
+pub(crate) fn gaussian(shape: &[usize], seed: u64) -> Tensor {
+    let flat = Matrix::gaussian(1, shape.iter().product(), seed).to_tensor();
+    flat.reshape(shape).unwrap()
+}
+
+/// The bits of each element, as f32.
+pub(crate) fn bits(x: &Tensor) -> Vec<u32> {
+    let x = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+    let values = x.to_vec1::<f32>().unwrap();
+    values.into_iter().map(f32::to_bits).collect()
+}

@@ -1,0 +1,95 @@
+//! What an optimizer is set to, and what it tells of itself.
+
+use polarshard_muon::{AdamWConfig, MuonConfig, RoutingTable};
+use polarshard_partition::{Plan, Rank, Terms, WorldSize};
+
+use super::ZeroOptimizer;
+use crate::config::positive;
+use crate::error::Result;
+use crate::report::MemoryUse;
+use crate::setup;
+
+impl ZeroOptimizer {
+    /// The learning rate of the group `muon`.
+    pub fn learning_rate(&self) -> f64 {
+        self.config.muon.lr
+    }
+
+    /// Sets the learning rate of the group `muon`; that of `adamw` keeps its ratio to it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for a rate that is not positive and finite: with zero the ratio would be lost.
+    pub fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
+        positive("lr", lr)?;
+        self.config.adamw.lr *= lr / self.config.muon.lr;
+        self.config.muon.lr = lr;
+        Ok(())
+    }
+
+    /// The hyper-parameters of both groups.
+    pub fn hyper_parameters(&self) -> (&MuonConfig, &AdamWConfig) {
+        (&self.config.muon, &self.config.adamw)
+    }
+
+    /// Replaces the hyper-parameters of both groups.
+    ///
+    /// # Errors
+    /// A value out of its range; nothing is replaced then.
+    pub fn set_hyper_parameters(&mut self, muon: MuonConfig, adamw: AdamWConfig) -> Result<()> {
+        muon.validate()?;
+        adamw.validate()?;
+        (self.config.muon, self.config.adamw) = (muon, adamw);
+        Ok(())
+    }
+
+    /// What losses are multiplied with before they are differentiated.
+    pub fn loss_scale(&self) -> f64 {
+        self.config.loss_scale
+    }
+
+    /// Sets the loss scale, between steps.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] for a scale that is not positive and finite.
+    pub fn set_loss_scale(&mut self, scale: f64) -> Result<()> {
+        positive("loss_scale", scale)?;
+        self.config.loss_scale = scale;
+        Ok(())
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.inbox.intake().channel.rank()
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> WorldSize {
+        self.inbox.intake().channel.world()
+    }
+
+    /// Steps applied so far.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Which parameter is in which group, and why.
+    pub fn routing(&self) -> &RoutingTable {
+        &self.routing
+    }
+
+    /// Layout, buckets and exchanges.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// What a prediction of this optimizer's steps depends on beside its plan.
+    pub fn terms(&self) -> Terms {
+        setup::terms(self.plan.params(), self.plan.layout().world(), &self.config)
+    }
+
+    /// Bytes held on this rank, counted from the tensors.
+    pub fn memory(&self) -> MemoryUse {
+        let reduced = self.inbox.intake().reduced.elems() * size_of::<f32>();
+        self.stepper.shard.memory(reduced)
+    }
+}

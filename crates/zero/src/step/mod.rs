@@ -1,0 +1,200 @@
+//! The step at the boundary: one decision, one update of the shard, one all-gather.
+
+mod decision;
+mod exchange;
+mod fragments;
+mod owned;
+mod publish;
+mod shard;
+mod update;
+
+use std::sync::Arc;
+
+use polarshard_partition::{DigestWriter, ParamId, Params, Plan, WorldSize};
+
+use crate::agreement;
+use crate::channel::Channel;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::gradients::Intake;
+use crate::report::{Outcome, StepReport};
+use crate::setup::Setup;
+use crate::weights::Weight;
+
+use self::decision::{Census, Decision, Verdict};
+use self::publish::Publisher;
+use self::update::Factors;
+
+pub(crate) use self::fragments::Fragments;
+pub(crate) use self::shard::{Shard, SliceState};
+
+/// Elements of the control sum at the boundary.
+pub(crate) fn control_elems(params: &Params, world: WorldSize) -> usize {
+    Census::len(params.matrices().count(), params.len(), world.get())
+}
+
+/// Takes the steps of one rank.
+#[derive(Debug)]
+pub(crate) struct Stepper {
+    pub(crate) shard: Shard,
+    publisher: Publisher,
+    plan: Arc<Plan>,
+    weights: Arc<Vec<Weight>>,
+}
+
+impl Stepper {
+    pub(crate) fn new(
+        channel: &Channel,
+        setup: &Setup,
+        weights: &Arc<Vec<Weight>>,
+    ) -> Result<Self> {
+        let plan = &setup.plan;
+        Ok(Self {
+            shard: Shard::new(plan, channel.rank(), weights, &setup.device)?,
+            publisher: Publisher::new(plan, channel.world().get(), &setup.device),
+            plan: Arc::clone(plan),
+            weights: Arc::clone(weights),
+        })
+    }
+
+    /// Decides with all ranks, and does what was decided. The gradients are used up whatever comes of it.
+    pub(crate) fn step(
+        &mut self,
+        intake: &mut Intake,
+        config: &Config,
+        steps: u64,
+    ) -> Result<StepReport> {
+        let (unreduced_peak, unreduced_excess) = (intake.held.peak(), intake.held.excess());
+        let decision = self.decide(intake, config, steps);
+        let (rank, step) = (intake.channel.rank(), steps + 1);
+        let report = match decision {
+            Err(error) => Err(error),
+            Ok(Decision::Drop(failed)) => Err(Error::Dropped { rank, step, failed }),
+            Ok(Decision::Refuse(drifted)) => Err(Error::Drifted {
+                rank,
+                step,
+                drifted,
+            }),
+            Ok(Decision::Skip(non_finite)) => Ok(StepReport {
+                step: steps,
+                outcome: Outcome::Skipped { non_finite },
+                gradient_norm: f64::INFINITY,
+                clip_factor: 1.0,
+                orthogonalized: 0,
+                unreduced_peak,
+                unreduced_excess,
+            }),
+            Ok(Decision::Apply(verdict)) => {
+                let (gradient_norm, clip_factor) = norm(&verdict, config);
+                // Half of the state may be new when an error comes: it cannot be survived.
+                let orthogonalized = self
+                    .apply(intake, config, &verdict, clip_factor)
+                    .map_err(Error::ending)?;
+                Ok(StepReport {
+                    step,
+                    outcome: Outcome::Applied,
+                    gradient_norm,
+                    clip_factor,
+                    orthogonalized,
+                    unreduced_peak,
+                    unreduced_excess,
+                })
+            }
+        };
+        intake.clear();
+        report
+    }
+
+    /// Sends every rank's masters to all models.
+    pub(crate) fn publish(&mut self, channel: &mut Channel) -> Result<()> {
+        self.publisher
+            .publish(channel, &self.plan, &self.shard.masters, &self.weights)
+    }
+
+    fn decide(&self, intake: &mut Intake, config: &Config, steps: u64) -> Result<Decision> {
+        let census = census(intake, &self.shard, config, steps).or_else(|error| {
+            // The other ranks wait for this one: it says that it failed.
+            intake.fail(&error);
+            census(intake, &self.shard, config, steps)
+        })?;
+        let (rank, world) = (intake.channel.rank(), intake.channel.world().get());
+        let sums = intake.channel.sum(census.encode(rank, world))?;
+        Ok(census.decide(&sums, rank))
+    }
+
+    fn apply(
+        &mut self,
+        intake: &mut Intake,
+        config: &Config,
+        verdict: &Verdict,
+        clip_factor: f64,
+    ) -> Result<usize> {
+        let divisor = verdict.weight * config.loss_scale;
+        let prescales: Vec<_> = self
+            .plan
+            .params()
+            .iter()
+            .map(|(param, _)| intake.prescale(param))
+            .collect();
+        let factors = |param: ParamId| Factors {
+            mean: 1.0 / (divisor * prescales[param.index()]),
+            clip: clip_factor,
+        };
+        let (channel, reduced) = (&mut intake.channel, &intake.reduced);
+        let orthogonalized = self.shard.update(
+            channel,
+            reduced,
+            factors,
+            verdict,
+            &config.muon,
+            &config.adamw,
+        )?;
+        self.publish(channel)?;
+        Ok(orthogonalized)
+    }
+}
+
+/// What this rank says at the boundary.
+fn census(intake: &Intake, shard: &Shard, config: &Config, steps: u64) -> Result<Census> {
+    let (cycle, params) = (intake.cycle(), shard.plan().params());
+    let mut census = Census {
+        sum_of_squares: 0.0,
+        non_finite: 0,
+        weight: cycle.weight,
+        non_zero: vec![false; params.matrices().count()],
+        present: cycle.present.clone(),
+        state: None,
+    };
+    if cycle.has_failed() {
+        return Ok(census);
+    }
+    for slice in &shard.owned {
+        let gradient = intake
+            .reduced
+            .slice(slice.param, slice.span, slice.block, slice.at)?;
+        let survey = polarshard_muon::survey(&gradient)?;
+        census.sum_of_squares += survey.sum_of_squares / intake.prescale(slice.param).powi(2);
+        census.non_finite += survey.non_finite;
+        if let Some(matrix) = slice.matrix {
+            census.non_zero[matrix.index()] |= survey.non_zero;
+        }
+    }
+    let hyper_parameters =
+        agreement::hyper_parameters(&config.muon, &config.adamw, config.clip, config.loss_scale);
+    let state = DigestWriter::new()
+        .u64(steps)
+        .u64(cycle.done as u64)
+        .u64(hyper_parameters.0)
+        .u64(intake.channel.issued());
+    census.state = Some(state.finish().0);
+    Ok(census)
+}
+
+/// The global norm of the mean gradient, and what clips it.
+fn norm(verdict: &Verdict, config: &Config) -> (f64, f64) {
+    let norm = verdict.sum_of_squares.sqrt() / (verdict.weight * config.loss_scale);
+    match config.clip {
+        Some(most) if norm > most => (norm, most / norm),
+        _ => (norm, 1.0),
+    }
+}
