@@ -5,7 +5,7 @@ use std::time::Duration;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use polarshard_comm::{CallLog, Communicator, Loopback, Recording, ranks};
-use polarshard_partition::{Call, Error as PartitionError, Plan, Terms, Wire, WorldSize};
+use polarshard_partition::{Call, Error as PartitionError, Plan, Terms, WorldSize};
 use polarshard_zero::{Config, MemoryUse, Result, Role, Roles, StepReport, ZeroOptimizer};
 
 use crate::model::{MicroBatch, StepGradients};
@@ -140,15 +140,15 @@ pub fn train(
     config: Config,
     steps: &[StepGradients],
 ) -> Result<Seen> {
-    let worker = Worker::new(comm, parameters, roles, config.clone())?;
-    run(worker, &config, steps)
+    let worker = Worker::new(comm, parameters, roles, config)?;
+    run(worker, steps)
 }
 
-/// The same for a worker that is there already; `config` is what it was made with.
+/// The same for a worker that is there already.
 ///
 /// # Errors
 /// Those of the optimizer.
-pub fn run(mut worker: Worker, config: &Config, steps: &[StepGradients]) -> Result<Seen> {
+pub fn run(mut worker: Worker, steps: &[StepGradients]) -> Result<Seen> {
     let (mut weights, mut calls, mut reports) = (Vec::new(), Vec::new(), Vec::new());
     worker.log.take();
     for gradients in steps {
@@ -159,7 +159,7 @@ pub fn run(mut worker: Worker, config: &Config, steps: &[StepGradients]) -> Resu
     worker.optimizer.verify_replicas()?;
     let memory = worker.optimizer.memory();
     let plan = worker.optimizer.plan().clone();
-    let terms = terms(config, worker.optimizer.control_elems());
+    let terms = worker.optimizer.terms();
     worker.optimizer.shutdown()?;
     Ok(Seen {
         weights,
@@ -169,22 +169,6 @@ pub fn run(mut worker: Worker, config: &Config, steps: &[StepGradients]) -> Resu
         plan,
         terms,
     })
-}
-
-/// What predictions for a run depend on.
-pub fn terms(config: &Config, control_elems: usize) -> Terms {
-    let wire = |dtype| match dtype {
-        DType::F16 => Wire::F16,
-        DType::BF16 => Wire::BF16,
-        _ => Wire::F32,
-    };
-    Terms {
-        stage: config.stage,
-        accumulate: config.accumulate,
-        gradient_wire: config.gradient_wire.map(wire),
-        result_wire: wire(config.muon.newton_schulz.iterate),
-        control_elems,
-    }
 }
 
 /// A `GradStore` with these gradients; candle makes an empty one only by a backward pass.

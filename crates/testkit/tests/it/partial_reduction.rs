@@ -47,7 +47,7 @@ fn partly_reduced(size: usize) -> Result<()> {
         let (comm, plan) = Partial::new(comm);
         let worker = Worker::new(comm, &initial, &model.roles, config.clone())?;
         plan.get_or_init(|| worker.optimizer.plan().clone());
-        run(worker, &config, &steps)
+        run(worker, &steps)
     })?;
     let right = sharded(size, &model, &initial, &config, &steps)?;
 

@@ -1,6 +1,7 @@
 //! What several tests need.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Tensor;
@@ -9,6 +10,7 @@ use polarshard_comm::ranks::Outcome;
 use polarshard_testkit::compare::{first_difference, relative, values64};
 use polarshard_testkit::harness::{Seen, on_ranks, train};
 use polarshard_testkit::model::{Model, StepGradients};
+use polarshard_testkit::reference::{Settings, Single};
 use polarshard_zero::{Config, Role};
 
 /// What all ranks returned.
@@ -108,4 +110,30 @@ pub(crate) fn all_values64(tensors: &[Tensor]) -> Result<Vec<Vec<f64>>> {
         .iter()
         .map(|tensor| values64(tensor).context("a weight"))
         .collect()
+}
+
+/// The place of a parameter among the trained ones.
+pub(crate) fn index(model: &Model, name: &str) -> Result<usize> {
+    let mut trained = model.trained();
+    trained
+        .position(|param| param.name == name)
+        .with_context(|| format!("no parameter `{name}`"))
+}
+
+/// The weights of an unsharded run after these steps.
+pub(crate) fn unsharded(
+    parameters: &[(String, Tensor)],
+    config: &Config,
+    steps: &[StepGradients],
+) -> Result<Vec<Tensor>> {
+    let mut single = Single::new(parameters, Settings::of(config))?;
+    for gradients in steps {
+        single.step(gradients)?;
+    }
+    Ok(single.weights()?)
+}
+
+/// `n`, which is not zero.
+pub(crate) fn count(n: usize) -> NonZeroUsize {
+    NonZeroUsize::new(n).expect("it is not zero")
 }
