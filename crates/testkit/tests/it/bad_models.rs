@@ -240,6 +240,38 @@ fn a_loss_without_any_weight() -> Result<()> {
     dropped_on_all(wrong, &["`first.weight`", "`second.weight`"])
 }
 
+/// The others hear of it in the middle of their backward pass.
+#[test]
+fn a_rank_that_leaves() -> Result<()> {
+    for stage in Stage::ALL {
+        world(WORLD, |comm| -> Result<()> {
+            let mut rig = Rig::new(comm, Roles::default(), &config(stage))?;
+            rig.step(0)?;
+            if rig.rank == ODD {
+                return Ok(());
+            }
+            let loss = rig.net.loss(&rig.rows(1)?)?;
+            let error = rig
+                .optimizer
+                .backward(&loss)
+                .err()
+                .context("a rank is gone")?;
+            ensure!(
+                error.is_fatal() && error.to_string().contains("rank 1 returned early"),
+                "{error}"
+            );
+            let again = rig
+                .optimizer
+                .backward(&loss)
+                .err()
+                .context("the optimizer has ended")?;
+            ensure!(matches!(again, Error::Poisoned { .. }), "{again:?}");
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
 /// It was made from the weight once, and does not see what a step writes.
 #[test]
 fn a_copy_of_a_weight_that_the_model_keeps() -> Result<()> {

@@ -6,6 +6,7 @@ mod bad_models;
 mod bad_settings;
 mod clipping;
 mod deepspeed;
+mod faults;
 mod golden;
 mod matrix;
 mod optional;

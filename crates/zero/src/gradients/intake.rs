@@ -156,7 +156,8 @@ impl Intake {
         {
             self.fail(&missing);
         }
-        let flushed = if self.fills_wire() {
+        // After a collective that failed there is nobody to reduce with.
+        let flushed = if self.fills_wire() && !self.cycle.has_ended() {
             self.flush()
         } else {
             Ok(())
