@@ -95,7 +95,7 @@ pub enum Error {
         /// The tensor.
         key: String,
         /// Why.
-        source: candle_core::Error,
+        source: Box<candle_core::Error>,
     },
 }
 
@@ -330,7 +330,7 @@ impl File<'_> {
         Tensor::from_vec(values, view.shape(), &Device::Cpu).map_err(|source| Error::Tensor {
             path,
             key: key.to_owned(),
-            source,
+            source: Box::new(source),
         })
     }
 

@@ -18,9 +18,9 @@ fn variable() -> Result<Var> {
 }
 
 /// The error of making an optimizer on one rank.
-fn refused(variables: Vec<(String, Var)>, roles: &Roles, config: Config) -> Result<Error> {
+fn refused(variables: &[(String, Var)], roles: &Roles, config: &Config) -> Result<Error> {
     let outcome = on_ranks(1, |comm| {
-        ZeroOptimizer::from_named(variables.clone(), roles, Box::new(comm), config.clone())
+        ZeroOptimizer::from_named(variables.to_vec(), roles, Box::new(comm), config.clone())
             .map(drop)
     })?;
     match outcome.into_iter().next() {
@@ -32,13 +32,13 @@ fn refused(variables: Vec<(String, Var)>, roles: &Roles, config: Config) -> Resu
 #[test]
 fn a_list_of_nothing() -> Result<()> {
     ensure!(matches!(
-        refused(vec![], &Roles::default(), Config::default())?,
+        refused(&[], &Roles::default(), &Config::default())?,
         Error::NoParameters
     ));
     let frozen = Roles::default().frozen("*");
     let variables = vec![("w".to_owned(), variable()?)];
     ensure!(matches!(
-        refused(variables, &frozen, Config::default())?,
+        refused(&variables, &frozen, &Config::default())?,
         Error::NoParameters
     ));
     Ok(())
@@ -47,7 +47,7 @@ fn a_list_of_nothing() -> Result<()> {
 #[test]
 fn names_and_variables_given_twice() -> Result<()> {
     let twice = vec![("w".to_owned(), variable()?), ("w".to_owned(), variable()?)];
-    let error = refused(twice, &Roles::default(), Config::default())?;
+    let error = refused(&twice, &Roles::default(), &Config::default())?;
     ensure!(
         matches!(&error, Error::DuplicateName { name } if name == "w"),
         "{error}"
@@ -57,7 +57,7 @@ fn names_and_variables_given_twice() -> Result<()> {
         ("embed".to_owned(), shared.clone()),
         ("head".to_owned(), shared),
     ];
-    let error = refused(tied, &Roles::default(), Config::default())?;
+    let error = refused(&tied, &Roles::default(), &Config::default())?;
     let text = error.to_string();
     ensure!(
         text.contains("`embed`") && text.contains("`head`"),
@@ -108,7 +108,7 @@ fn patterns_that_match_nothing() -> Result<()> {
         Roles::default().optional("layer.*"),
         Roles::default().buffer("layer.*"),
     ] {
-        let error = refused(variables.clone(), &roles, Config::default())?;
+        let error = refused(&variables, &roles, &Config::default())?;
         ensure!(
             matches!(&error, Error::UnmatchedPattern { pattern, .. } if pattern == "layer.*"),
             "{error}"
@@ -118,7 +118,7 @@ fn patterns_that_match_nothing() -> Result<()> {
         rules: Rules::new().with("layer.*", Rule::AdamW),
         ..Config::default()
     };
-    let error = refused(variables, &Roles::default(), rules)?;
+    let error = refused(&variables, &Roles::default(), &rules)?;
     ensure!(
         matches!(&error, Error::Muon(_)) && error.to_string().contains("layer.*"),
         "{error}"
@@ -133,7 +133,7 @@ fn offload_and_values_that_make_no_sense() -> Result<()> {
         optimizer_device: Some(DeviceLocation::Cuda { gpu_id: 0 }),
         ..Config::default()
     };
-    let error = refused(variables.clone(), &Roles::default(), offload)?;
+    let error = refused(&variables, &Roles::default(), &offload)?;
     ensure!(
         matches!(error, Error::Offload { .. }) && error.to_string().contains("not supported"),
         "{error}"
@@ -164,7 +164,7 @@ fn offload_and_values_that_make_no_sense() -> Result<()> {
         ),
     ];
     for (config, field) in cases {
-        let error = refused(variables.clone(), &Roles::default(), config).context(field)?;
+        let error = refused(&variables, &Roles::default(), &config).context(field)?;
         ensure!(error.to_string().contains(field), "{field}: {error}");
     }
     Ok(())
@@ -174,9 +174,9 @@ fn offload_and_values_that_make_no_sense() -> Result<()> {
 fn weights_that_cannot_be_trained() -> Result<()> {
     let integers = Var::ones((2, 3), DType::U32, &Device::Cpu)?;
     let error = refused(
-        vec![("tokens".to_owned(), integers)],
+        &[("tokens".to_owned(), integers)],
         &Roles::default(),
-        Config::default(),
+        &Config::default(),
     )?;
     ensure!(
         matches!(&error, Error::UnsupportedDtype { name, .. } if name == "tokens"),
@@ -192,28 +192,29 @@ fn ranks_that_are_built_differently() -> Result<()> {
     const ODD: Rank = Rank(1);
     let model = Model::everything();
     let initial = model.initial(1)?;
-    let changes: [(&str, fn(&mut Config)); 14] = [
+    type Change = fn(&mut Config);
+    let changes: [(&str, Change); 14] = [
         ("layout", |config| config.placement = Placement::Whole),
         ("route", |config| config.route = Route::AllReduce),
         ("policy", |config| config.policy = Policy::ExchangeUpdate),
         ("update groups", |config| {
-            config.rules = config.rules.clone().with("conv.weight", Rule::AdamW)
+            config.rules = config.rules.clone().with("conv.weight", Rule::AdamW);
         }),
         ("stage", |config| config.stage = Stage::One),
         ("accumulation", |config| config.accumulate = count(2)),
         ("layout", |config| config.bucket_size = count(77)),
         ("gradient dtype", |config| {
-            config.gradient_wire = Some(DType::BF16)
+            config.gradient_wire = Some(DType::BF16);
         }),
         ("hyper-parameters", |config| config.muon.lr = 0.051),
         ("hyper-parameters", |config| config.adamw.beta2 = 0.9),
         ("hyper-parameters", |config| config.clip = Some(1.0)),
         ("hyper-parameters", |config| config.loss_scale = 2.0),
         ("hyper-parameters", |config| {
-            config.muon.newton_schulz.coefficients = Coefficients::You
+            config.muon.newton_schulz.coefficients = Coefficients::You;
         }),
         ("hyper-parameters", |config| {
-            config.muon.scale = UpdateScale::Spectral
+            config.muon.scale = UpdateScale::Spectral;
         }),
     ];
     for (part, change) in changes {

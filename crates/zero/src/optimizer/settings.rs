@@ -35,7 +35,7 @@ impl ZeroOptimizer {
     /// Replaces the hyper-parameters of both groups.
     ///
     /// # Errors
-    /// A value out of its range, and [`Error::InvalidConfig`] for a rate of zero for `muon`, to which there is no ratio;
+    /// A value out of its range, and [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a rate of zero for `muon`, to which there is no ratio;
     /// nothing is replaced then.
     pub fn set_hyper_parameters(&mut self, muon: MuonConfig, adamw: AdamWConfig) -> Result<()> {
         positive("muon.lr", muon.lr)?;
@@ -62,7 +62,7 @@ impl ZeroOptimizer {
     /// Sets the loss scale, between steps.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for a scale that is not positive and finite.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a scale that is not positive and finite.
     pub fn set_loss_scale(&mut self, scale: f64) -> Result<()> {
         positive("loss_scale", scale)?;
         self.config.loss_scale = scale;
