@@ -110,7 +110,10 @@ impl Run {
 fn steps(model: &Model, world: usize, from: usize, to: usize) -> Result<Vec<StepGradients>> {
     (from..to)
         .map(|step| {
-            let one = model.gradients(Draw::Integers, SEED, step, 1, 1)?.swap_remove(0).swap_remove(0);
+            let one = model
+                .gradients(Draw::Integers, SEED, step, 1, 1)?
+                .swap_remove(0)
+                .swap_remove(0);
             Ok(vec![vec![one; world]])
         })
         .collect()
@@ -130,7 +133,8 @@ fn a_run_goes_on_bit_for_bit_in_every_other_world() -> Result<()> {
             let found = reader.weights(&model, Some(folder.path()), &gradients, None)?;
             // Means over 3 ranks round.
             if writer.world.is_power_of_two() && reader.world.is_power_of_two() {
-                same_bits(&names, &found, &straight).with_context(|| format!("{writer:?} to {reader:?}"))?;
+                same_bits(&names, &found, &straight)
+                    .with_context(|| format!("{writer:?} to {reader:?}"))?;
             } else {
                 let wide = crate::support::all_values64(&straight)?;
                 crate::support::close(&names, &found, &wide, 1e-5)
@@ -146,8 +150,18 @@ fn a_later_checkpoint_replaces_the_earlier_one() -> Result<()> {
     let model = Model::everything();
     let folder = tempfile::tempdir()?;
     let run = RUNS[1];
-    run.weights(&model, None, &steps(&model, run.world, 0, 1)?, Some(folder.path()))?;
-    let last = run.weights(&model, None, &steps(&model, run.world, 0, 3)?, Some(folder.path()))?;
+    run.weights(
+        &model,
+        None,
+        &steps(&model, run.world, 0, 1)?,
+        Some(folder.path()),
+    )?;
+    let last = run.weights(
+        &model,
+        None,
+        &steps(&model, run.world, 0, 3)?,
+        Some(folder.path()),
+    )?;
     let found = run.weights(&model, Some(folder.path()), &[], None)?;
     same_bits(&trained(&model, &model.initial(SEED)?), &found, &last)?;
     let files = fs::read_dir(folder.path())?.collect::<Result<Vec<_>, _>>()?;
@@ -161,14 +175,29 @@ fn a_crash_before_the_index_leaves_the_earlier_checkpoint() -> Result<()> {
     let model = Model::everything();
     let folder = tempfile::tempdir()?;
     let run = RUNS[1];
-    let first = run.weights(&model, None, &steps(&model, run.world, 0, 1)?, Some(folder.path()))?;
+    let first = run.weights(
+        &model,
+        None,
+        &steps(&model, run.world, 0, 1)?,
+        Some(folder.path()),
+    )?;
     let index = fs::read(folder.path().join("index.json"))?;
-    let files: Vec<_> = fs::read_dir(folder.path())?.map(|entry| entry.map(|entry| entry.path())).collect::<Result<_, _>>()?;
+    let files: Vec<_> = fs::read_dir(folder.path())?
+        .map(|entry| entry.map(|entry| entry.path()))
+        .collect::<Result<_, _>>()?;
     let kept = tempfile::tempdir()?;
-    for file in files.iter().filter(|file| file.extension().is_some_and(|kind| kind == "safetensors")) {
+    for file in files
+        .iter()
+        .filter(|file| file.extension().is_some_and(|kind| kind == "safetensors"))
+    {
         fs::copy(file, kept.path().join(file.file_name().context("a name")?))?;
     }
-    run.weights(&model, None, &steps(&model, run.world, 0, 2)?, Some(folder.path()))?;
+    run.weights(
+        &model,
+        None,
+        &steps(&model, run.world, 0, 2)?,
+        Some(folder.path()),
+    )?;
     // The state of the folder had the machine stopped just before the index was renamed.
     fs::write(folder.path().join("index.json"), index)?;
     for file in fs::read_dir(kept.path())? {
@@ -186,7 +215,10 @@ fn refused(model: &Model, folder: &Path) -> Result<Vec<Error>> {
     let run = RUNS[1];
     world(run.world, |comm| -> Result<_> {
         let mut worker = Worker::new(comm, &initial, &model.roles, run.config(model))?;
-        let error = worker.optimizer.load(folder).expect_err("the checkpoint is of no use");
+        let error = worker
+            .optimizer
+            .load(folder)
+            .expect_err("the checkpoint is of no use");
         let before: Vec<_> = names.iter().map(|(_, tensor)| tensor.clone()).collect();
         same_bits(&names, &worker.weights()?, &before)?;
         // The run goes on.
@@ -210,7 +242,11 @@ fn what_cannot_be_loaded_is_named_and_changes_nothing() -> Result<()> {
     let folder = tempfile::tempdir()?;
     RUNS[0].weights(&model, None, &[], Some(folder.path()))?;
     let mut other = Model::everything();
-    let resized = other.params.iter_mut().find(|param| param.name == "blocks.1.square.weight").context("it is there")?;
+    let resized = other
+        .params
+        .iter_mut()
+        .find(|param| param.name == "blocks.1.square.weight")
+        .context("it is there")?;
     resized.shape = vec![8, 9];
     let errors = refused(&other, folder.path())?;
     assert!(
@@ -218,14 +254,20 @@ fn what_cannot_be_loaded_is_named_and_changes_nothing() -> Result<()> {
         "{errors:?}"
     );
     assert!(
-        errors.iter().all(|error| matches!(error, Error::CheckpointShape { .. } | Error::CheckpointFailed { .. })),
+        errors.iter().all(|error| matches!(
+            error,
+            Error::CheckpointShape { .. } | Error::CheckpointFailed { .. }
+        )),
         "{errors:?}"
     );
 
     let mut fewer = Model::everything();
     fewer.params.retain(|param| param.name != "scalar");
     for error in refused(&fewer, folder.path())? {
-        assert!(matches!(&error, Error::NotInModel { name, .. } if name == "scalar"), "{error}");
+        assert!(
+            matches!(&error, Error::NotInModel { name, .. } if name == "scalar"),
+            "{error}"
+        );
     }
 
     // A truncated file.
@@ -237,7 +279,12 @@ fn what_cannot_be_loaded_is_named_and_changes_nothing() -> Result<()> {
     for len in [0, 7, 20, whole.len() / 2] {
         fs::write(&file, &whole[..len])?;
         let errors = refused(&model, folder.path())?;
-        assert!(errors.iter().any(|error| matches!(error, Error::Checkpoint { path, .. } if *path == file)), "{errors:?}");
+        assert!(
+            errors
+                .iter()
+                .any(|error| matches!(error, Error::Checkpoint { path, .. } if *path == file)),
+            "{errors:?}"
+        );
     }
     Ok(())
 }
@@ -252,7 +299,10 @@ fn a_folder_that_cannot_be_written_is_named_on_every_rank_and_the_run_goes_on() 
     fs::write(&file, "")?;
     world(run.world, |comm| -> Result<()> {
         let mut worker = Worker::new(comm, &initial, &model.roles, run.config(&model))?;
-        let error = worker.optimizer.save(&file).expect_err("a file is no folder");
+        let error = worker
+            .optimizer
+            .save(&file)
+            .expect_err("a file is no folder");
         assert!(matches!(&error, Error::Checkpoint { .. }), "{error}");
         for step in steps(&model, run.world, 0, 1)? {
             worker.step(&step)?;
@@ -272,8 +322,14 @@ fn saving_within_a_step_is_refused() -> Result<()> {
         let mut worker = Worker::new(comm, &initial, &model.roles, config(&model))?;
         let step = steps(&model, 2, 0, 1)?.swap_remove(0);
         worker.hand_in(&step[0][worker.optimizer.rank().0])?;
-        assert!(matches!(worker.optimizer.save(folder.path()), Err(Error::WithinStep { done: 1, .. })));
-        assert!(matches!(worker.optimizer.load(folder.path()), Err(Error::WithinStep { done: 1, .. })));
+        assert!(matches!(
+            worker.optimizer.save(folder.path()),
+            Err(Error::WithinStep { done: 1, .. })
+        ));
+        assert!(matches!(
+            worker.optimizer.load(folder.path()),
+            Err(Error::WithinStep { done: 1, .. })
+        ));
         worker.optimizer.step()?;
         Ok(worker.optimizer.shutdown()?)
     })?;
