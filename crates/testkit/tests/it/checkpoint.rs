@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
-use polarshard_partition::{Placement, Policy, Route, Stage};
+use polarshard_partition::{Placement, Policy, Rank, Route, Stage};
 use polarshard_testkit::harness::Worker;
 use polarshard_testkit::model::{Draw, Model, StepGradients};
 use polarshard_zero::{Config, Error};
@@ -333,5 +333,122 @@ fn saving_within_a_step_is_refused() -> Result<()> {
         worker.optimizer.step()?;
         Ok(worker.optimizer.shutdown()?)
     })?;
+    Ok(())
+}
+
+/// Of another world at the same step, so that nothing but the files' names keeps the two apart.
+#[test]
+fn a_save_that_fails_leaves_the_earlier_checkpoint() -> Result<()> {
+    let model = Model::everything();
+    let names = trained(&model, &model.initial(SEED)?);
+    let folder = tempfile::tempdir()?;
+    let first = RUNS[0].weights(&model, None, &steps(&model, 1, 0, 1)?, Some(folder.path()))?;
+    let listed = || -> Result<Vec<_>> {
+        let mut files = fs::read_dir(folder.path())?
+            .map(|file| Ok(file?.file_name()))
+            .collect::<Result<Vec<_>>>()?;
+        files.sort();
+        Ok(files)
+    };
+    let before = listed()?;
+    let run = RUNS[3];
+    let other = model.initial(SEED + 1)?;
+    // Where the last rank writes there is a folder.
+    let last = run.world - 1;
+    let in_the_way = folder.path().join(format!(
+        "1-step-00000001-rank-{last:05}.safetensors.partial"
+    ));
+    fs::create_dir(&in_the_way)?;
+    world(run.world, |comm| -> Result<()> {
+        let mut worker = Worker::new(comm, &other, &model.roles, run.config(&model))?;
+        for step in steps(&model, run.world, 0, 1)? {
+            worker.step(&step)?;
+        }
+        let rank = worker.optimizer.rank().0;
+        let error = worker.optimizer.save(folder.path()).err();
+        let error = error.context("a folder was written to")?;
+        let named = match &error {
+            Error::Checkpoint { path, .. } => rank == last && *path == in_the_way,
+            Error::CheckpointFailed { failed, .. } => rank != last && *failed == [Rank(last)],
+            _ => false,
+        };
+        ensure!(named, "rank {rank}: {error}");
+        Ok(worker.optimizer.shutdown()?)
+    })?;
+    fs::remove_dir(in_the_way)?;
+    ensure!(listed()? == before, "{:?}", listed()?);
+    let found = RUNS[0].weights(&model, Some(folder.path()), &[], None)?;
+    same_bits(&names, &found, &first)?;
+    // At the same step again, nobody in the way.
+    let second = run.weights(
+        &model,
+        None,
+        &steps(&model, run.world, 0, 1)?,
+        Some(folder.path()),
+    )?;
+    let found = RUNS[0].weights(&model, Some(folder.path()), &[], None)?;
+    same_bits(&names, &found, &second)?;
+    ensure!(listed()?.len() == 1 + run.world, "{:?}", listed()?);
+    Ok(())
+}
+
+/// What an index must not say, whoever wrote it.
+#[test]
+fn an_index_that_makes_no_sense_is_refused() -> Result<()> {
+    let model = Model::everything();
+    let place = tempfile::tempdir()?;
+    let folder = place.path().join("checkpoint");
+    RUNS[0].weights(&model, None, &[], Some(&folder))?;
+    let path = folder.join("index.json");
+    let index = fs::read_to_string(&path)?;
+    let tensors = "0-step-00000000-rank-00000.safetensors";
+    let beside = place.path().join("beside.safetensors");
+    fs::copy(folder.join(tensors), &beside)?;
+    let absolute = beside.display().to_string();
+    let cases = [
+        (tensors, "../beside.safetensors", "beside.safetensors"),
+        (tensors, &absolute, "beside.safetensors"),
+        (tensors, "..", "`..`"),
+        (tensors, ".", "`.`"),
+        (tensors, "", "``"),
+        (
+            "\"step\": 0",
+            "\"step\": 18446744073709551615",
+            "18446744073709551615",
+        ),
+        (
+            "\"number\": 0",
+            "\"number\": 18446744073709551615",
+            "18446744073709551615",
+        ),
+        (
+            "\"scalar\": 0",
+            "\"scalar\": 3",
+            "`scalar` was updated 3 times in 0 steps",
+        ),
+        (
+            "\"scalar\": 0",
+            "\"scaler\": 0",
+            "`adamw_steps` has no `scalar`",
+        ),
+        ("\"format\": 1", "\"format\": 2", "format 2"),
+    ];
+    for (from, to, words) in cases {
+        ensure!(index.contains(from), "{index} has no {from}");
+        fs::write(&path, index.replace(from, to))?;
+        for error in refused(&model, &folder)? {
+            let text = format!("{:#}", anyhow::Error::new(error));
+            ensure!(
+                text.contains("index.json") && text.contains(words),
+                "{to}: {text}"
+            );
+        }
+        // A checkpoint that replaces it removes nothing outside the folder.
+        RUNS[0].weights(&model, None, &[], Some(&folder))?;
+        ensure!(
+            beside.exists(),
+            "{to}: a file outside the folder was removed"
+        );
+    }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -12,12 +12,16 @@ use crate::error::{Error, Result};
 
 const NAME: &str = "index.json";
 const FORMAT: u32 = 1;
+/// More than anything is ever counted to, and exact in an f64.
+const MOST: u64 = 1 << 53;
 
 /// What a checkpoint has, and in which files beside the index.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Index {
     format: u32,
+    /// How many checkpoints the folder had before. No two in a row have the same, nor do their files.
+    pub(super) number: u64,
     /// Steps applied.
     pub(super) step: u64,
     /// The file of each parameter's tensors.
@@ -28,12 +32,14 @@ pub(super) struct Index {
 
 impl Index {
     pub(super) fn new(
+        number: u64,
         step: u64,
         files: BTreeMap<String, String>,
         adamw_steps: BTreeMap<String, u64>,
     ) -> Self {
         Self {
             format: FORMAT,
+            number,
             step,
             files,
             adamw_steps,
@@ -45,11 +51,43 @@ impl Index {
         let text = fs::read(&path).map_err(|error| Error::checkpoint(&path, error))?;
         let index: Self =
             serde_json::from_slice(&text).map_err(|error| Error::checkpoint(&path, error))?;
-        if index.format != FORMAT {
-            let reason = format!("format {} is not {FORMAT}", index.format);
-            return Err(Error::checkpoint(&path, std::io::Error::other(reason)));
+        match index.fault() {
+            Some(reason) => Err(Error::checkpoint(&path, std::io::Error::other(reason))),
+            None => Ok(index),
         }
-        Ok(index)
+    }
+
+    /// The number of the next checkpoint in a folder.
+    pub(super) fn next_number(folder: &Path) -> u64 {
+        Self::read(folder).map_or(0, |before| before.number + 1)
+    }
+
+    /// What is wrong with what was read.
+    fn fault(&self) -> Option<String> {
+        let Self {
+            format,
+            number,
+            step,
+            files,
+            adamw_steps,
+        } = self;
+        if *format != FORMAT {
+            return Some(format!("format {format} is not {FORMAT}"));
+        }
+        if let Some(count) = [number, step].into_iter().find(|count| **count >= MOST) {
+            return Some(format!("{count} is no count of checkpoints or steps"));
+        }
+        if let Some((name, steps)) = adamw_steps.iter().find(|(_, steps)| *steps > step) {
+            return Some(format!(
+                "`{name}` was updated {steps} times in {step} steps"
+            ));
+        }
+        if let Some(name) = files.keys().find(|name| !adamw_steps.contains_key(*name)) {
+            return Some(format!("`adamw_steps` has no `{name}`"));
+        }
+        // Files are read, and removed when the checkpoint is replaced: nothing outside the folder must be.
+        let outside = files.iter().find(|(_, file)| !is_in_folder(file));
+        outside.map(|(name, file)| format!("`{file}`, of `{name}`, is no file in this folder"))
     }
 
     /// Replaces the folder's index, then removes the tensor files that only the one before it named.
@@ -88,4 +126,10 @@ impl Index {
     fn tensor_files(&self) -> std::collections::BTreeSet<&String> {
         self.files.values().collect()
     }
+}
+
+fn is_in_folder(file: &str) -> bool {
+    let mut components = Path::new(file).components();
+    let first = components.next();
+    matches!(first, Some(Component::Normal(name)) if name == file) && components.next().is_none()
 }

@@ -54,16 +54,21 @@ impl Kind {
 pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Path) -> Result<()> {
     let _paused = channel.comm().pause();
     let rank = channel.rank();
-    let plan = shard.plan();
-    let writer = begin(plan, rank, step, folder);
+    // Rank 0 alone says how files are called: another rank may see an older state of the folder.
+    let number = channel.collect(&[Index::next_number(folder) as f64])?[0][0] as u64;
+    let names = Names { number, step };
+    let writer = begin(shard.plan(), rank, names, folder);
     let written = match writer {
         Ok(writer) => write_all(channel, shard, Some(writer)),
         // The other ranks wait for this one's slices.
         Err(error) => write_all(channel, shard, None).and(Err(error)),
     };
-    together(channel, written)?;
+    together(channel, written).inspect_err(|_| {
+        // No index will name it.
+        let _ = fs::remove_file(folder.join(names.of(rank)));
+    })?;
     let replaced = if rank == Rank(0) {
-        index(shard, step).replace(folder)
+        index(shard, names).replace(folder)
     } else {
         Ok(())
     };
@@ -138,29 +143,35 @@ fn writer(plan: &Plan, param: ParamId) -> Option<Rank> {
         .map(|(rank, _)| rank)
 }
 
-fn file_name(step: u64, rank: Rank) -> String {
-    format!("step-{step:08}-rank-{:05}.safetensors", rank.0)
+/// How the files of one checkpoint are called: otherwise than those of the one before it, also at the same step, so that
+/// that one is whole until the index is replaced.
+#[derive(Debug, Clone, Copy)]
+struct Names {
+    number: u64,
+    step: u64,
 }
 
-fn index(shard: &Shard, step: u64) -> Index {
+impl Names {
+    fn of(self, rank: Rank) -> String {
+        let Self { number, step } = self;
+        format!("{number}-step-{step:08}-rank-{:05}.safetensors", rank.0)
+    }
+}
+
+fn index(shard: &Shard, names: Names) -> Index {
     let params = shard.plan().params();
     let files = params
         .iter()
-        .filter_map(|(id, param)| {
-            Some((
-                param.name.clone(),
-                file_name(step, writer(shard.plan(), id)?),
-            ))
-        })
+        .filter_map(|(id, param)| Some((param.name.clone(), names.of(writer(shard.plan(), id)?))))
         .collect();
     let steps = params
         .iter()
         .zip(&shard.adamw_steps)
         .map(|((_, param), steps)| (param.name.clone(), *steps));
-    Index::new(step, files, steps.collect())
+    Index::new(names.number, names.step, files, steps.collect())
 }
 
-fn begin(plan: &Plan, rank: Rank, step: u64, folder: &Path) -> Result<TensorFileWriter> {
+fn begin(plan: &Plan, rank: Rank, names: Names, folder: &Path) -> Result<TensorFileWriter> {
     fs::create_dir_all(folder).map_err(|error| Error::checkpoint(folder, error))?;
     let own = plan
         .params()
@@ -173,7 +184,7 @@ fn begin(plan: &Plan, rank: Rank, step: u64, folder: &Path) -> Result<TensorFile
                 .map(|kind| (kind.key(&param.name), param.shape.to_vec()))
         })
         .collect();
-    TensorFileWriter::create(folder.join(file_name(step, rank)), &tensors)
+    TensorFileWriter::create(folder.join(names.of(rank)), &tensors)
 }
 
 /// Sends every window of every tensor to its writer. Without a file of its own this rank only sends.
@@ -325,6 +336,7 @@ fn read(shard: &Shard, folder: &Path) -> Result<Loaded> {
             momentum.clone(),
         )?;
     }
+    // An empty parameter may have none, and needs none.
     let adamw_steps = params.iter().map(|(_, param)| {
         index
             .adamw_steps
