@@ -28,7 +28,8 @@ pub fn relative(found: &[f64], expected: &[f64]) -> f64 {
     if difference == 0.0 {
         0.0
     } else {
-        difference / scale
+        // A NaN with a sign, as ∞ - ∞ has one, would be ordered below all numbers.
+        (difference / scale).abs()
     }
 }
 
@@ -108,6 +109,11 @@ mod tests {
             ("c", &[5.0], &[1.0]),
         ]);
         assert_eq!(found.name, "b");
+        let infinite = std::hint::black_box(f64::INFINITY);
+        for found in [1.0, infinite] {
+            let found = worst([("a", &[found][..], &[infinite][..]), ("b", &[5.0], &[1.0])]);
+            assert_eq!(found.name, "a");
+        }
     }
 
     #[test]

@@ -128,7 +128,8 @@ impl RawCase {
             weight_decay: self.wd,
             muon_lr: self.lr,
             adamw_lr: self.adam_lr,
-            steps: self.steps,
+            // A run without a step would be faithful to anything.
+            steps: positive("steps", self.steps)?.get(),
         })
     }
 }

@@ -110,6 +110,9 @@ fn the_program_refuses_another_result() -> Result<()> {
         ("after/1/blocks.0.up.weight", 1e-4),
         ("after/2/lm_head.weight", 1e-6),
         ("after/0/conv.weight", 1e-4),
+        ("after/0/lm_head.weight", f32::INFINITY),
+        ("init/blocks.0.up.weight", f32::NEG_INFINITY),
+        ("after/1/conv.weight", f32::NAN),
     ] {
         let path = changed(&folder, |bytes| perturb(bytes, key, by))?;
         let output = program(&[path, file("z1-gram-rs")])?;
@@ -171,6 +174,7 @@ fn what_is_not_reproduced_is_refused_by_name() -> Result<()> {
         (r#"\"ns\": \"gram\""#, r#"\"ns\": \"gran\""#, "`ns` is gran"),
         (r#"\"gas\": 1"#, r#"\"gas\": 0"#, "`gas` is 0"),
         (r#"\"world\": 2"#, r#"\"world\": 0"#, "`world` is 0"),
+        (r#"\"steps\": 3"#, r#"\"steps\": 0"#, "`steps` is 0"),
         (
             r#"\"multi\""#,
             r#"\"malti\""#,
