@@ -49,13 +49,13 @@ impl Coefficients {
     ///
     /// # Errors
     /// [`Error::NoCoefficients`] without a row, [`Error::NonFiniteCoefficients`] for a row with an
-    /// element that is not finite.
+    /// element that is not finite in f32.
     pub fn custom(rows: Vec<[f64; 3]>) -> Result<Self, Error> {
         if rows.is_empty() {
             return Err(Error::NoCoefficients);
         }
         for (step, &row) in rows.iter().enumerate() {
-            if !row.iter().all(|x| x.is_finite()) {
+            if !row.iter().all(|x| (*x as f32).is_finite()) {
                 return Err(Error::NonFiniteCoefficients { step, row });
             }
         }
@@ -140,11 +140,13 @@ mod tests {
             Coefficients::custom(vec![]),
             Err(Error::NoCoefficients)
         ));
-        let rows = vec![[1.0, 0.0, 0.0], [1.0, f64::NAN, 0.0]];
-        let error = Coefficients::custom(rows).unwrap_err();
-        assert!(matches!(
-            error,
-            Error::NonFiniteCoefficients { step: 1, .. }
-        ));
+        for bad in [f64::NAN, 1e39] {
+            let rows = vec![[1.0, 0.0, 0.0], [1.0, bad, 0.0]];
+            let error = Coefficients::custom(rows).unwrap_err();
+            assert!(matches!(
+                error,
+                Error::NonFiniteCoefficients { step: 1, .. }
+            ));
+        }
     }
 }

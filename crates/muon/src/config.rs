@@ -143,8 +143,8 @@ fn non_negative(field: &'static str, value: f64) -> Result<(), Error> {
     check(
         field,
         value,
-        value.is_finite() && value >= 0.0,
-        "finite and not negative",
+        (value as f32).is_finite() && value >= 0.0,
+        "finite as f32 and not negative",
     )
 }
 
@@ -180,6 +180,7 @@ mod tests {
         };
         let cases = [
             (muon(|c| c.lr = -0.5), "muon.lr = -0.5"),
+            (muon(|c| c.lr = 1e39), "muon.lr = 1"),
             (muon(|c| c.momentum = 1.0), "muon.momentum = 1"),
             (
                 muon(|c| c.weight_decay = f64::NAN),
