@@ -73,7 +73,7 @@ struct Registry {
     sealed: bool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Entry {
     name: String,
     tensor: Tensor,
@@ -145,20 +145,26 @@ impl ParamStore {
     /// [`Error::NoParameters`], [`Error::UnmatchedPattern`], [`Error::Offload`], [`Error::Sealed`] if the store has an
     /// optimizer, an invalid [`Config`], and [`Error::Disagreement`] if ranks differ.
     pub fn optimizer(&self, comm: Box<dyn Communicator>, config: Config) -> Result<ZeroOptimizer> {
-        let mut registry = self.registry();
-        if registry.sealed {
-            let name = registry
-                .entries
-                .first()
-                .map(|entry| entry.name.clone())
-                .unwrap_or_default();
-            return Err(Error::Sealed { name });
+        // Sealed before ranks wait for each other: one of them may have come here with a clone of this store, and must be
+        // refused, not kept waiting for the registry.
+        self.registry().seal()?;
+        let made = self.sealed_optimizer(comm, config);
+        if made.is_err() {
+            self.registry().sealed = false;
         }
+        made
+    }
+
+    fn sealed_optimizer(
+        &self,
+        comm: Box<dyn Communicator>,
+        config: Config,
+    ) -> Result<ZeroOptimizer> {
+        let entries = self.registry().entries.clone();
         self.shared
             .roles
-            .check(&registry.entries.iter().map(|entry| entry.name.as_str()))?;
-        let trained: Vec<_> = registry
-            .entries
+            .check(&entries.iter().map(|entry| entry.name.as_str()))?;
+        let trained: Vec<_> = entries
             .iter()
             .filter(|entry| matches!(entry.role, Role::Required | Role::Optional))
             .collect();
@@ -172,13 +178,12 @@ impl ParamStore {
                 )
             })
             .collect::<Result<Vec<_>>>()?;
-        let stale = StaleCheck::new(registry.entries.iter().map(|entry| &entry.tensor));
+        let stale = StaleCheck::new(entries.iter().map(|entry| &entry.tensor));
         let optimizer =
             ZeroOptimizer::with_store(weights, stale, &self.shared.socket, comm, config)?;
         for (entry, (param, _)) in trained.into_iter().zip(optimizer.plan().params().iter()) {
             entry.param.get_or_init(|| param);
         }
-        registry.sealed = true;
         Ok(optimizer)
     }
 
@@ -265,6 +270,17 @@ impl Registry {
             name: name.to_string(),
         })?;
         Ok(&self.entries[*index])
+    }
+
+    /// From now on no name can be added, and no second optimizer made.
+    fn seal(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.sealed, true) {
+            let first = self.entries.first();
+            return Err(Error::Sealed {
+                name: first.map(|entry| entry.name.clone()).unwrap_or_default(),
+            });
+        }
+        Ok(())
     }
 
     fn anchor(&mut self, device: &Device) -> Result<Tensor> {
