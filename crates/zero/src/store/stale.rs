@@ -11,7 +11,7 @@ use candle_core::{Tensor, TensorId};
 use crate::error::{Error, Result};
 use crate::flat;
 
-/// Looks at the losses of the first step, and at the first loss after it.
+/// Looks at the losses of the first step, the first one after a checkpoint was loaded too, and at the first loss after it.
 #[derive(Debug)]
 pub(crate) struct StaleCheck {
     /// Where the storages of the weights and buffers are.
@@ -21,6 +21,8 @@ pub(crate) struct StaleCheck {
         reason = "asked for members only, on one rank; candle's ids have no order"
     )]
     seen: std::collections::HashSet<TensorId>,
+    /// The step of the first loss, counted from 0.
+    first: Option<u64>,
     done: bool,
 }
 
@@ -29,11 +31,12 @@ impl StaleCheck {
         Self {
             registered: registered.map(flat::address).collect(),
             seen: Default::default(),
+            first: None,
             done: false,
         }
     }
 
-    /// Checks the loss of a micro-batch, `steps` steps after the start.
+    /// Checks the loss of a micro-batch, when so many steps have been applied.
     pub(crate) fn check(&mut self, loss: &Tensor, steps: u64) -> Result<()> {
         if self.done {
             return Ok(());
@@ -42,7 +45,7 @@ impl StaleCheck {
         let mut kept = nodes
             .into_iter()
             .filter(|node| !node.is_variable() && !self.registered.contains(&flat::address(node)));
-        if steps == 0 {
+        if steps == *self.first.get_or_insert(steps) {
             self.seen.extend(kept.map(Tensor::id));
             return Ok(());
         }
