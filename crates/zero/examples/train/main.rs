@@ -35,6 +35,10 @@ fn main() -> Result<()> {
     );
     println!("text: {training} bytes to train on, {held_out} held out");
 
+    // Before training: a folder that cannot be made should not cost a run.
+    fs::create_dir_all(&options.out)
+        .with_context(|| format!("cannot make {}", options.out.display()))?;
+
     let started = Instant::now();
     let ranks = train::train(&options, &text)?;
     let seconds = started.elapsed().as_secs_f64();
@@ -64,8 +68,6 @@ fn main() -> Result<()> {
         &curve,
         unsharded.as_ref().map(|unsharded| &unsharded.curve),
     );
-    fs::create_dir_all(&options.out)
-        .with_context(|| format!("cannot make {}", options.out.display()))?;
     for (name, picture) in [
         ("loss.svg", loss),
         ("layout.svg", pictures::layout(&ranks[0].plan)),
