@@ -128,11 +128,17 @@ pub(crate) fn hyper_parameters(
 }
 
 pub(crate) fn positive(field: &'static str, value: f64) -> Result<()> {
-    if value.is_finite() && value > 0.0 {
+    if is_usable(value) {
         Ok(())
     } else {
-        Err(invalid(field, &value, "positive and finite"))
+        Err(invalid(field, &value, "positive and finite as f32"))
     }
+}
+
+/// Whether a factor is positive and can be multiplied with in f32, where it must not become zero, infinite or short of
+/// digits.
+pub(crate) fn is_usable(factor: f64) -> bool {
+    factor > 0.0 && (factor as f32).is_normal()
 }
 
 fn invalid(field: &'static str, value: &impl ToString, wanted: &'static str) -> Error {

@@ -223,6 +223,27 @@ pub enum Error {
         step: u64,
         /// The ranks in error.
         failed: Vec<Rank>,
+        /// The first error of this rank, if it is one of them.
+        #[source]
+        cause: Option<Arc<Self>>,
+    },
+    /// The mean gradient of a step cannot be computed in f32, on any rank.
+    #[error(
+        "rank {rank}: step {step} was not taken on any rank: f32 cannot hold the mean gradient, whose norm is {norm:e}: \
+         gradients are divided by {divisor:e}, the weights of all micro-batches times the loss scale, and multiplied by \
+         {clip_factor:e} for clipping"
+    )]
+    MeanOutOfRange {
+        /// This rank.
+        rank: Rank,
+        /// The step that was to come.
+        step: u64,
+        /// The global norm of the mean gradient before clipping.
+        norm: f64,
+        /// The weights of all micro-batches times the loss scale.
+        divisor: f64,
+        /// What the mean gradient was to be multiplied with.
+        clip_factor: f64,
     },
     /// Ranks disagree on the step, the hyper-parameters, the loss scale or the collectives issued.
     #[error(
@@ -265,6 +286,16 @@ pub enum Error {
         /// The ranks whose weights differ from those of rank 0.
         differing: Vec<Rank>,
     },
+    /// A loss of several elements, of which candle would differentiate the sum.
+    #[error(
+        "rank {rank}: the loss has shape {shape:?}, it must have one element, such as the mean"
+    )]
+    LossShape {
+        /// This rank.
+        rank: Rank,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
     /// candle's backward pass failed.
     #[error("rank {rank}: the backward pass failed")]
     Backward {
@@ -281,17 +312,17 @@ pub enum Error {
         /// What the panic said.
         message: String,
     },
-    /// A weight of a micro-batch that is no positive number.
-    #[error("rank {rank}: a micro-batch weighs {weight}, it must be positive and finite")]
+    /// A weight of a micro-batch that is no positive number, or none in f32.
+    #[error("rank {rank}: a micro-batch weighs {weight}, it must be positive and finite as f32")]
     MicroBatchWeight {
         /// This rank.
         rank: Rank,
         /// The weight.
         weight: f64,
     },
-    /// A checkpoint was asked for within a step.
+    /// What belongs between steps was asked for within a step.
     #[error(
-        "rank {rank}: {done} micro-batches of a step are under way; save and load between steps"
+        "rank {rank}: {done} micro-batches of a step are under way; save, load and set the loss scale between steps"
     )]
     WithinStep {
         /// This rank.

@@ -177,6 +177,8 @@ fn a_micro_batch_with_a_weight_that_makes_no_sense() -> Result<()> {
         (-1.0, "-1"),
         (f64::NAN, "NaN"),
         (f64::INFINITY, "inf"),
+        (1e-40, "0.0"),
+        (1e39, "1000"),
     ] {
         let spoil = |micro, batch: &mut MicroBatch| {
             if micro == 0 {
@@ -186,7 +188,7 @@ fn a_micro_batch_with_a_weight_that_makes_no_sense() -> Result<()> {
         };
         dropped_on_all(
             spoil,
-            &["rank 1", &format!("weighs {word},"), "positive and finite"],
+            &["rank 1", &format!("weighs {word}"), "positive and finite"],
         )?;
     }
     Ok(())

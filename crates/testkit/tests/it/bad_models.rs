@@ -240,6 +240,18 @@ fn a_loss_without_any_weight() -> Result<()> {
     dropped_on_all(wrong, &["`first.weight`", "`second.weight`"])
 }
 
+/// candle would differentiate the sum of its elements, where a mean is meant.
+#[test]
+fn a_loss_of_several_elements() -> Result<()> {
+    let wrong = |rig: &mut Rig| {
+        let hidden = rig.net.first.forward(&rig.rows(1)?)?;
+        let loss = rig.net.second.forward(&hidden)?.sqr()?;
+        let result = rig.optimizer.backward(&loss);
+        result.err().context("the loss was differentiated")
+    };
+    dropped_on_all(wrong, &["rank 1", "[3, 4]", "one element"])
+}
+
 /// The others hear of it in the middle of their backward pass.
 #[test]
 fn a_rank_that_leaves() -> Result<()> {
@@ -319,6 +331,44 @@ fn a_copy_of_a_weight_that_the_model_keeps() -> Result<()> {
             Ok(rig.optimizer.shutdown()?)
         })?;
     }
+    Ok(())
+}
+
+/// The first loss after a checkpoint was loaded cannot tell, the one after the next step can.
+#[test]
+fn a_copy_of_a_weight_after_a_checkpoint_was_loaded() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    world(WORLD, |comm| -> Result<()> {
+        let mut rig = Rig::new(comm, Roles::default(), &config(Stage::Two))?;
+        rig.step(0)?;
+        rig.optimizer.save(folder.path())?;
+        Ok(rig.optimizer.shutdown()?)
+    })?;
+    world(WORLD, |comm| -> Result<()> {
+        let mut rig = Rig::new(comm, Roles::default(), &config(Stage::Two))?;
+        let kept = rig.net.second.weight().affine(1.0, 0.0)?;
+        rig.optimizer.load(folder.path())?;
+        let loss = |rig: &Rig| -> Result<Tensor> {
+            let unused = (rig.net.second.weight().sum_all()? * 0.0)?;
+            Ok(((rig.net.loss(&rig.rows(1)?)? + kept.sum_all()?)? + unused)?)
+        };
+        rig.optimizer.backward(&loss(&rig)?)?;
+        rig.optimizer.step()?;
+        let error = rig
+            .optimizer
+            .backward(&loss(&rig)?)
+            .err()
+            .context("the copy was not found")?;
+        ensure!(
+            matches!(&error, Error::Stale { shape } if *shape == [4, 5]),
+            "{error}"
+        );
+        rig.optimizer
+            .step()
+            .err()
+            .context("the step was taken")
+            .map(drop)
+    })?;
     Ok(())
 }
 
@@ -443,6 +493,31 @@ fn a_store_has_one_optimizer() -> Result<()> {
         matches!(&second[..], [Outcome::Failed(Error::Sealed { .. })]),
         "{second:?}"
     );
+    Ok(())
+}
+
+/// Each rank has a store of its own. One that comes with a clone of another's is told, and keeps nobody waiting.
+#[test]
+fn a_store_is_of_one_rank() -> Result<()> {
+    let store = ParamStore::new(11, Roles::default());
+    Net::new(&store.var_builder(DType::F32, &Device::Cpu))?;
+    let outcomes = on_ranks(2, |comm| {
+        store.optimizer(Box::new(comm), Config::default()).map(drop)
+    })?;
+    let sealed = |outcome: &Outcome<_, _>| matches!(outcome, Outcome::Failed(Error::Sealed { .. }));
+    let left = |outcome: &Outcome<_, _>| match outcome {
+        Outcome::Failed(error @ Error::Comm(_)) => !error.to_string().contains("not done within"),
+        _ => false,
+    };
+    ensure!(
+        outcomes.iter().any(sealed) && outcomes.iter().any(left),
+        "{outcomes:?}"
+    );
+    // Nothing was made of it, so that it can be used alone.
+    let alone = on_ranks(1, |comm| {
+        store.optimizer(Box::new(comm), Config::default()).map(drop)
+    })?;
+    ensure!(alone[0].is_done(), "{alone:?}");
     Ok(())
 }
 

@@ -146,7 +146,10 @@ fn offload_and_values_that_make_no_sense() -> Result<()> {
     let cases = [
         (with(|config| config.clip = Some(0.0)), "clip"),
         (with(|config| config.clip = Some(f64::NAN)), "clip"),
+        (with(|config| config.clip = Some(1e-40)), "clip"),
         (with(|config| config.loss_scale = -1.0), "loss_scale"),
+        (with(|config| config.loss_scale = 1e-40), "loss_scale"),
+        (with(|config| config.loss_scale = 1e39), "loss_scale"),
         (
             with(|config| config.gradient_wire = Some(DType::F64)),
             "gradient_wire",
@@ -157,6 +160,8 @@ fn offload_and_values_that_make_no_sense() -> Result<()> {
         ),
         (with(|config| config.muon.momentum = 1.0), "muon.momentum"),
         (with(|config| config.muon.lr = 0.0), "muon.lr"),
+        (with(|config| config.muon.lr = 1e39), "muon.lr"),
+        (with(|config| config.adamw.lr = 1e39), "adamw.lr"),
         (with(|config| config.adamw.eps = 0.0), "adamw.eps"),
         (
             with(|config| config.muon.newton_schulz.iterate = DType::F16),

@@ -1,11 +1,11 @@
 //! Gradients that are not finite, and scales that keep them so.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
 use polarshard_partition::{Placement, Route, Stage};
 use polarshard_testkit::harness::Worker;
 use polarshard_testkit::model::{Draw, Model, StepGradients};
-use polarshard_zero::{Config, Outcome, StepReport};
+use polarshard_zero::{Config, Error, Outcome, StepReport};
 
 use crate::support::{config, count, index, same_bits, sharded, trained, unsharded, world};
 
@@ -203,6 +203,89 @@ fn the_loss_scale_leaves_no_trace() -> Result<()> {
             ensure!(report.clip_factor < 1.0, "nothing was clipped");
             same_bits(&names, &worker.weights()?, &expected[0].weights[index])?;
         }
+        Ok(worker.optimizer.shutdown()?)
+    })?;
+    Ok(())
+}
+
+/// Each of them is fine in f32, what they make together is not.
+#[test]
+fn a_mean_that_f32_cannot_hold_changes_nothing() -> Result<()> {
+    let model = Model::everything();
+    let initial = model.initial(8)?;
+    let names = trained(&model, &initial);
+    let step = model.gradients(Draw::Integers, 8, 0, 1, WORLD)?;
+    // The loss scale, the weight of each micro-batch, and the greatest norm. The gradients are not those of a scaled loss.
+    let cases = [
+        (1e-30, 1e-30, None),
+        (1e-37, 1.0, None),
+        (1e30, 1e30, None),
+        (1e-20, 1.0, Some(1e-30)),
+    ];
+    let expected = unsharded(&names, &config(&model), std::slice::from_ref(&step))?;
+    for (loss_scale, weight, clip) in cases {
+        let config = Config {
+            loss_scale,
+            clip,
+            ..config(&model)
+        };
+        let mut odd = step.clone();
+        for micro_batch in odd.iter_mut().flatten() {
+            micro_batch.weight = weight;
+            // So that the sum is far from the ends of f32 where the weight is not.
+            for gradient in micro_batch.gradients.iter_mut().flatten() {
+                *gradient = gradient.affine(if weight > 1.0 { 1e-30 } else { 8.0 }, 0.0)?;
+            }
+        }
+        world(WORLD, |comm| -> Result<()> {
+            let mut worker = Worker::new(comm, &initial, &model.roles, config.clone())?;
+            let before = worker.weights()?;
+            let error = worker.step(&odd).err().context("the step was taken")?;
+            let text = error.to_string();
+            ensure!(
+                matches!(error, Error::MeanOutOfRange { step: 1, .. })
+                    && text.contains("the loss scale"),
+                "{text}"
+            );
+            same_bits(&names, &worker.weights()?, &before)?;
+            ensure!(worker.optimizer.steps() == 0, "a step was counted");
+            if clip.is_none() {
+                worker.optimizer.set_loss_scale(1.0)?;
+                worker.step(&step)?;
+                same_bits(&names, &worker.weights()?, &expected)?;
+            }
+            Ok(worker.optimizer.shutdown()?)
+        })
+        .with_context(|| format!("{loss_scale:e}, {weight:e}, {clip:?}"))?;
+    }
+    Ok(())
+}
+
+/// The gradients before it would be divided by the scale of those after it.
+#[test]
+fn the_loss_scale_is_that_of_a_whole_step() -> Result<()> {
+    let model = Model::nearly_nothing();
+    let initial = model.initial(8)?;
+    let step = model.gradients(Draw::Integers, 8, 0, 2, WORLD)?;
+    let config = Config {
+        accumulate: count(2),
+        ..config(&model)
+    };
+    world(WORLD, |comm| -> Result<()> {
+        let mut worker = Worker::new(comm, &initial, &model.roles, config.clone())?;
+        let rank = worker.optimizer.rank().0;
+        for (done, ranks) in (1..).zip(&step) {
+            worker.hand_in(&ranks[rank])?;
+            let error = worker.optimizer.set_loss_scale(2.0).err();
+            let error = error.context("the scale was set")?;
+            ensure!(
+                matches!(error, Error::WithinStep { done: found, .. } if found == done)
+                    && worker.optimizer.loss_scale() == 1.0,
+                "{error}"
+            );
+        }
+        worker.optimizer.step()?;
+        worker.optimizer.set_loss_scale(2.0)?;
         Ok(worker.optimizer.shutdown()?)
     })?;
     Ok(())

@@ -7,7 +7,7 @@ use polarshard_testkit::model::{Draw, Model, StepGradients};
 use polarshard_testkit::reference::{Exact, Settings};
 use polarshard_zero::{Config, Error};
 
-use crate::support::{close, config, count, same_bits, sharded, trained, unsharded, world};
+use crate::support::{close, config, count, index, same_bits, sharded, trained, unsharded, world};
 
 const WORLD: usize = 2;
 
@@ -97,6 +97,54 @@ fn a_partial_step_is_the_mean_of_what_came() -> Result<()> {
             worker.step(&next)?;
             same_bits(&names, &worker.weights()?, &expected)
                 .with_context(|| format!("stage {stage}"))?;
+            Ok(worker.optimizer.shutdown()?)
+        })?;
+    }
+    Ok(())
+}
+
+/// The step on fewer micro-batches is where it is found out, and where it is named.
+#[test]
+fn a_gradient_that_is_missing_in_a_partial_step() -> Result<()> {
+    let model = Model::everything();
+    let initial = model.initial(5)?;
+    let names = trained(&model, &initial);
+    let whole = model.gradients(Draw::Integers, 5, 0, 4, WORLD)?;
+    let mut short = model.gradients(Draw::Integers, 5, 1, 2, WORLD)?;
+    let missing = index(&model, "blocks.0.up.weight")?;
+    for ranks in &mut short {
+        ranks[1].gradients[missing] = None;
+    }
+    for stage in Stage::ALL {
+        let config = Config {
+            stage,
+            accumulate: count(4),
+            bucket_size: count(60),
+            ..config(&model)
+        };
+        let expected = unsharded(&names, &config, std::slice::from_ref(&whole))?;
+        world(WORLD, |comm| -> Result<()> {
+            let mut worker = Worker::new(comm, &initial, &model.roles, config.clone())?;
+            let rank = worker.optimizer.rank();
+            for ranks in &short {
+                worker.hand_in(&ranks[rank.0])?;
+            }
+            let error = worker
+                .optimizer
+                .step_partial()
+                .err()
+                .context("a gradient is missing")?;
+            ensure!(
+                matches!(&error, Error::Dropped { failed, .. } if *failed == [Rank(1)]),
+                "{error}"
+            );
+            let text = format!("{:#}", anyhow::Error::new(error));
+            ensure!(
+                text.contains("`blocks.0.up.weight`") == (rank == Rank(1)),
+                "rank {rank}: {text}"
+            );
+            worker.step(&whole)?;
+            same_bits(&names, &worker.weights()?, &expected)?;
             Ok(worker.optimizer.shutdown()?)
         })?;
     }

@@ -66,6 +66,11 @@ impl Cycle {
         failed.is_some_and(|(_, error)| error.is_fatal())
     }
 
+    /// The first error of this step.
+    pub(crate) fn error(&self) -> Option<&Error> {
+        self.failed.as_ref().map(|(_, error)| error)
+    }
+
     /// Whether an error was met in this step.
     pub(crate) fn has_failed(&self) -> bool {
         self.failed.is_some()

@@ -17,6 +17,7 @@ use super::held::Held;
 use super::lane::{Home, Lane, homes, lanes};
 use super::reduced::Reduced;
 use crate::channel::Channel;
+use crate::config::is_usable;
 use crate::dtypes;
 use crate::error::{Error, Result};
 use crate::flat;
@@ -117,7 +118,7 @@ impl Intake {
             });
         }
         self.restart();
-        let usable = weight.is_finite() && weight > 0.0;
+        let usable = is_usable(weight);
         self.cycle.begin(if usable { weight } else { 1.0 });
         if !usable {
             self.fail(&Error::MicroBatchWeight { rank, weight });

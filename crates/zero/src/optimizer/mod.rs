@@ -64,7 +64,8 @@ impl ZeroOptimizer {
     /// micro-batch of the step), while the pass goes on if the settings say so.
     ///
     /// # Errors
-    /// A gradient that is missing, comes twice or does not fit, a stale tensor, a failed backward pass. The micro-batch
+    /// A gradient that is missing, comes twice or does not fit, a loss of several elements, a stale tensor, a failed
+    /// backward pass. The micro-batch
     /// counts even so: this rank goes on, and [`step`](Self::step) drops the step's micro-batches on all ranks.
     /// [`Error::StepDue`] after the last micro-batch, which does not count.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
@@ -83,7 +84,8 @@ impl ZeroOptimizer {
         };
         self.inbox.intake().begin(weight)?;
         let rank = self.inbox.intake().channel.rank();
-        let passed = stale.check(loss, self.steps).and_then(|()| {
+        let passed = one_element(loss, rank).and_then(|()| {
+            stale.check(loss, self.steps)?;
             let loss = flat::scaled(loss, self.config.loss_scale)?;
             self.inbox.while_open(|| differentiate(&loss, rank))
         });
@@ -132,8 +134,8 @@ impl ZeroOptimizer {
     /// Updates the weights, after the last micro-batch of the step. All ranks then have the same weights.
     ///
     /// # Errors
-    /// [`Error::StepTooEarly`]; [`Error::Dropped`] and [`Error::Drifted`], after which training can go on with the next
-    /// step; errors of a collective, which are fatal.
+    /// [`Error::StepTooEarly`]; [`Error::Dropped`], [`Error::Drifted`] and [`Error::MeanOutOfRange`], after which training
+    /// can go on with the next step; errors of a collective, which are fatal.
     pub fn step(&mut self) -> Result<StepReport> {
         self.alive()?;
         let intake = self.inbox.intake();
@@ -279,6 +281,16 @@ impl ZeroOptimizer {
             });
         }
         result
+    }
+}
+
+fn one_element(loss: &Tensor, rank: Rank) -> Result<()> {
+    match loss.elem_count() {
+        1 => Ok(()),
+        _ => Err(Error::LossShape {
+            rank,
+            shape: loss.dims().to_vec(),
+        }),
     }
 }
 

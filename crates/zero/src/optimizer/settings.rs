@@ -62,9 +62,11 @@ impl ZeroOptimizer {
     /// Sets the loss scale, between steps.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a scale that is not positive and finite.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a scale that is not positive and finite as f32, and
+    /// [`Error::WithinStep`](crate::Error::WithinStep): the gradients of a step are divided by one scale.
     pub fn set_loss_scale(&mut self, scale: f64) -> Result<()> {
         positive("loss_scale", scale)?;
+        self.between_steps()?;
         self.config.loss_scale = scale;
         Ok(())
     }

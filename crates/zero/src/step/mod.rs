@@ -10,7 +10,7 @@ mod update;
 
 use std::sync::Arc;
 
-use polarshard_partition::{DigestWriter, ParamId, Params, Plan, WorldSize};
+use polarshard_partition::{DigestWriter, Params, Plan, WorldSize};
 
 use crate::agreement;
 use crate::channel::Channel;
@@ -69,7 +69,12 @@ impl Stepper {
         let (rank, step) = (intake.channel.rank(), steps + 1);
         let report = match decision {
             Err(error) => Err(error),
-            Ok(Decision::Drop(failed)) => Err(Error::Dropped { rank, step, failed }),
+            Ok(Decision::Drop(failed)) => Err(Error::Dropped {
+                rank,
+                step,
+                failed,
+                cause: intake.cycle().error().cloned().map(Arc::new),
+            }),
             Ok(Decision::Refuse(drifted)) => Err(Error::Drifted {
                 rank,
                 step,
@@ -86,19 +91,30 @@ impl Stepper {
             }),
             Ok(Decision::Apply(verdict)) => {
                 let (gradient_norm, clip_factor) = norm(&verdict, config);
-                // Half of the state may be new when an error comes: it cannot be survived.
-                let orthogonalized = self
-                    .apply(intake, config, &verdict, clip_factor)
-                    .map_err(Error::ending)?;
-                Ok(StepReport {
-                    step,
-                    outcome: Outcome::Applied,
-                    gradient_norm,
-                    clip_factor,
-                    orthogonalized,
-                    unreduced_peak,
-                    unreduced_excess,
-                })
+                let factors = self.factors(intake, config, &verdict, clip_factor);
+                if factors.iter().all(Factors::are_usable) && (gradient_norm as f32).is_finite() {
+                    // Half of the state may be new when an error comes: it cannot be survived.
+                    let orthogonalized = self
+                        .apply(intake, config, &verdict, &factors)
+                        .map_err(Error::ending)?;
+                    Ok(StepReport {
+                        step,
+                        outcome: Outcome::Applied,
+                        gradient_norm,
+                        clip_factor,
+                        orthogonalized,
+                        unreduced_peak,
+                        unreduced_excess,
+                    })
+                } else {
+                    Err(Error::MeanOutOfRange {
+                        rank,
+                        step,
+                        norm: gradient_norm,
+                        divisor: divisor(&verdict, config),
+                        clip_factor,
+                    })
+                }
             }
         };
         intake.clear();
@@ -127,30 +143,37 @@ impl Stepper {
         intake: &mut Intake,
         config: &Config,
         verdict: &Verdict,
-        clip_factor: f64,
+        factors: &[Factors],
     ) -> Result<usize> {
-        let divisor = verdict.weight * config.loss_scale;
-        let prescales: Vec<_> = self
-            .plan
-            .params()
-            .iter()
-            .map(|(param, _)| intake.prescale(param))
-            .collect();
-        let factors = |param: ParamId| Factors {
-            mean: 1.0 / (divisor * prescales[param.index()]),
-            clip: clip_factor,
-        };
         let (channel, reduced) = (&mut intake.channel, &intake.reduced);
         let orthogonalized = self.shard.update(
             channel,
             reduced,
-            factors,
+            |param| factors[param.index()],
             verdict,
             &config.muon,
             &config.adamw,
         )?;
         self.publish(channel)?;
         Ok(orthogonalized)
+    }
+
+    /// By parameter.
+    fn factors(
+        &self,
+        intake: &Intake,
+        config: &Config,
+        verdict: &Verdict,
+        clip: f64,
+    ) -> Vec<Factors> {
+        let divisor = divisor(verdict, config);
+        let params = self.plan.params().iter();
+        params
+            .map(|(param, _)| Factors {
+                mean: 1.0 / (divisor * intake.prescale(param)),
+                clip,
+            })
+            .collect()
     }
 }
 
@@ -190,9 +213,14 @@ fn census(intake: &Intake, shard: &Shard, config: &Config, steps: u64) -> Result
     Ok(census)
 }
 
+/// What the sum of all gradients is divided by.
+fn divisor(verdict: &Verdict, config: &Config) -> f64 {
+    verdict.weight * config.loss_scale
+}
+
 /// The global norm of the mean gradient, and what clips it.
 fn norm(verdict: &Verdict, config: &Config) -> (f64, f64) {
-    let norm = verdict.sum_of_squares.sqrt() / (verdict.weight * config.loss_scale);
+    let norm = verdict.sum_of_squares.sqrt() / divisor(verdict, config);
     match config.clip {
         Some(most) if norm > most => (norm, most / norm),
         _ => (norm, 1.0),

@@ -10,6 +10,7 @@ use super::fragments::Fragments;
 use super::owned::OwnedSlice;
 use super::shard::{Shard, SliceState};
 use crate::channel::Channel;
+use crate::config::is_usable;
 use crate::error::Result;
 use crate::flat;
 use crate::gradients::Reduced;
@@ -21,6 +22,13 @@ pub(crate) struct Factors {
     pub(crate) mean: f64,
     /// To the clipped mean.
     pub(crate) clip: f64,
+}
+
+impl Factors {
+    /// Whether both can be multiplied with in f32.
+    pub(crate) fn are_usable(&self) -> bool {
+        is_usable(self.mean) && is_usable(self.clip)
+    }
 }
 
 impl Shard {
