@@ -8,7 +8,7 @@ use polarshard_muon::{MuonWithAdamW, MuonWithAdamWConfig};
 use polarshard_partition::Rank;
 use polarshard_zero::{ParamStore, Roles};
 
-use crate::curve::{self, Curve, HeldOut};
+use crate::curve::Curve;
 use crate::model::{DEVICE, Gpt};
 use crate::options::Options;
 use crate::progress;
@@ -49,12 +49,9 @@ pub(crate) fn train(
     let held_out = text.held_out(Rank(0), 1)?;
     let bar = progress::bar(options, true);
     let mut curve = Curve::default();
-    for step in 0..options.steps.get() {
-        if curve::is_due(step, options.steps.get()) {
-            curve
-                .held_out
-                .push(HeldOut::of(&model, held_out.as_ref(), step)?);
-        }
+    let steps = options.steps.get();
+    for step in 0..steps {
+        curve.evaluate(&model, held_out.as_ref(), step, steps)?;
         optimizer.set_learning_rate(options.learning_rate(step));
         let batch = global_batch(options, text, step)?;
         let loss = model.loss(&batch.inputs, &batch.targets)?;
@@ -67,9 +64,7 @@ pub(crate) fn train(
         curve.training.push(loss);
         progress::advance(&bar, loss);
     }
-    curve
-        .held_out
-        .push(HeldOut::of(&model, held_out.as_ref(), options.steps.get())?);
+    curve.evaluate(&model, held_out.as_ref(), steps, steps)?;
     bar.finish_and_clear();
     Ok(Unsharded {
         curve,

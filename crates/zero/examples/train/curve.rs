@@ -27,11 +27,6 @@ pub(crate) struct HeldOut {
     sequences: usize,
 }
 
-/// Whether the held-out loss is wanted before this step.
-pub(crate) fn is_due(step: usize, steps: usize) -> bool {
-    step.is_multiple_of(steps.div_ceil(POINTS))
-}
-
 impl Curve {
     /// The curve of all ranks, which trained side by side.
     pub(crate) fn mean(ranks: &[&Self]) -> Self {
@@ -59,6 +54,20 @@ impl Curve {
         }
     }
 
+    /// Adds the held-out loss after `step` of `steps` steps, if it is due: now and then, and at the end.
+    pub(crate) fn evaluate(
+        &mut self,
+        model: &Gpt,
+        batch: Option<&Batch>,
+        step: usize,
+        steps: usize,
+    ) -> Result<()> {
+        if step == steps || step.is_multiple_of(steps.div_ceil(POINTS)) {
+            self.held_out.push(HeldOut::of(model, batch, step)?);
+        }
+        Ok(())
+    }
+
     /// The first and the last held-out loss.
     pub(crate) fn ends(&self) -> Option<(f64, f64)> {
         Some((self.held_out.first()?.loss, self.held_out.last()?.loss))
@@ -67,7 +76,7 @@ impl Curve {
 
 impl HeldOut {
     /// The loss of a rank's held-out sequences, after `step` steps.
-    pub(crate) fn of(model: &Gpt, batch: Option<&Batch>, step: usize) -> Result<Self> {
+    fn of(model: &Gpt, batch: Option<&Batch>, step: usize) -> Result<Self> {
         let Some(batch) = batch else {
             return Ok(Self {
                 step,

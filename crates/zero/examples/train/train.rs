@@ -8,7 +8,7 @@ use polarshard_comm::{Communicator, Loopback, Recording, ranks};
 use polarshard_partition::{Call, Plan, Rank};
 use polarshard_zero::{Error, MemoryUse, Outcome, ParamStore, Roles};
 
-use crate::curve::{self, Curve, HeldOut};
+use crate::curve::Curve;
 use crate::model::{DEVICE, Gpt};
 use crate::options::Options;
 use crate::progress;
@@ -69,12 +69,9 @@ fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained>
     let bar = progress::bar(options, rank == Rank(0));
     let mut curve = Curve::default();
     let (mut unreduced_peak, mut orthogonalized) = (0, 0);
-    for step in 0..options.steps.get() {
-        if curve::is_due(step, options.steps.get()) {
-            curve
-                .held_out
-                .push(HeldOut::of(&model, held_out.as_ref(), step)?);
-        }
+    let steps = options.steps.get();
+    for step in 0..steps {
+        curve.evaluate(&model, held_out.as_ref(), step, steps)?;
         optimizer.set_learning_rate(options.learning_rate(step))?;
         let mut sum = 0.0;
         for micro in 0..options.accumulate.get() {
@@ -93,9 +90,7 @@ fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained>
         curve.training.push(loss);
         progress::advance(&bar, loss);
     }
-    curve
-        .held_out
-        .push(HeldOut::of(&model, held_out.as_ref(), options.steps.get())?);
+    curve.evaluate(&model, held_out.as_ref(), steps, steps)?;
     bar.finish_and_clear();
 
     let recorded = log.take();
