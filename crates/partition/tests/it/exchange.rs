@@ -87,7 +87,7 @@ fn deliver(plan: &Plan, kind: ExchangeKind) -> Vec<BTreeMap<Element, Rank>> {
     received
 }
 
-/// The ranks that orthogonalize a matrix, by the words of the design; any one under `AssignOwner`.
+/// The ranks that orthogonalize a matrix, by definition; any one under `AssignOwner`.
 fn computing(plan: &Plan, oracle: &Oracle, id: MatrixId) -> BTreeSet<Rank> {
     let (param, matrix) = plan.params().matrix(id);
     match plan.policy() {

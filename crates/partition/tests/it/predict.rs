@@ -1,4 +1,4 @@
-//! Predictions against counts that go element by element, from the words of the design.
+//! Predictions against counts that go element by element.
 
 use std::num::NonZeroUsize;
 

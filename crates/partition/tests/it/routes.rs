@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use crate::oracle::Oracle;
 
-/// The consumers of an element, by the words of the design.
+/// The consumers of an element, as routes and policies are defined.
 fn consumers(plan: &Plan, oracle: &Oracle, param: ParamId, elem: usize) -> BTreeSet<Rank> {
     let whole = plan.policy() == Policy::CopyToOwners && oracle.split(plan.params(), param);
     match plan.route() {

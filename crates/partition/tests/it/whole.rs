@@ -53,6 +53,12 @@ fn lay(params: &Params, world: usize, bucket_size: usize) -> Layout {
     .unwrap()
 }
 
+/// How many parameters each bucket has.
+fn params_of_buckets(layout: &Layout) -> Vec<usize> {
+    let buckets = layout.buckets().iter();
+    buckets.map(|bucket| bucket.params.len()).collect()
+}
+
 /// (rank, elements) of the slices of every parameter.
 fn map(params: &Params, layout: &Layout) -> Vec<Vec<(usize, usize)>> {
     params
@@ -67,7 +73,7 @@ fn map(params: &Params, layout: &Layout) -> Vec<Vec<(usize, usize)>> {
         .collect()
 }
 
-/// A deal by the words of the design, without any haste: the shard length, and the rank of each
+/// A deal as `Whole` is defined, without any haste: the shard length, and the rank of each
 /// whole matrix. The `splits` costliest are split.
 struct Deal {
     shard_len: usize,
@@ -111,7 +117,7 @@ fn fits(params: &Params, ids: &[ParamId], world: usize, splits: usize) -> bool {
     (padding as f64) < 0.05 * elems as f64
 }
 
-/// The parameters of the blocks, by the words of the design.
+/// The parameters of the blocks, as `Whole` is defined.
 fn groups(params: &Params, layout: &Layout, ids: &[ParamId]) -> Vec<Vec<ParamId>> {
     let world = layout.world().get();
     let mut groups = Vec::new();
@@ -237,14 +243,7 @@ fn equal_matrices_are_dealt_whole() {
     );
     // Two buckets of two parameters; the plan begins with the last.
     let layout = lay(&params, 2, 200);
-    assert_eq!(
-        layout
-            .buckets()
-            .iter()
-            .map(|bucket| bucket.params.len())
-            .collect::<Vec<_>>(),
-        [2, 2]
-    );
+    assert_eq!(params_of_buckets(&layout), [2, 2]);
     assert_eq!(
         map(&params, &layout),
         [[(0, 100)], [(1, 100)], [(0, 100)], [(1, 100)]]
@@ -256,25 +255,11 @@ fn a_block_grows_by_bucket_size_until_the_padding_is_under_the_cap() {
     // One, two or three matrices leave a rank idle; four, which is four times the bucket size, do not.
     let params = squares(&[10; 8]);
     let layout = lay(&params, 4, 100);
-    assert_eq!(
-        layout
-            .buckets()
-            .iter()
-            .map(|bucket| bucket.params.len())
-            .collect::<Vec<_>>(),
-        [4, 4]
-    );
+    assert_eq!(params_of_buckets(&layout), [4, 4]);
     assert_eq!(layout.padding(), 0);
     // Two are enough for two ranks.
     let layout = lay(&params, 2, 100);
-    assert_eq!(
-        layout
-            .buckets()
-            .iter()
-            .map(|bucket| bucket.params.len())
-            .collect::<Vec<_>>(),
-        [2; 4]
-    );
+    assert_eq!(params_of_buckets(&layout), [2; 4]);
 }
 
 #[test]
