@@ -1,3 +1,5 @@
+//! The flat spaces and the blocks that they are made of.
+
 use crate::{ParamId, Params, Span, UpdateGroup, Wire, WorldSize};
 
 /// A flat space: the elements of one update group and one element type.

@@ -1,3 +1,5 @@
+//! Buckets: which gradients are reduced in one go.
+
 use std::num::NonZeroUsize;
 
 use crate::{BlockId, ParamId, Params, SpaceId};

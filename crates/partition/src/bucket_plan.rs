@@ -1,3 +1,5 @@
+//! What happens to a bucket: its buffer, its segments and its calls.
+
 use crate::{
     Bucket, Layout, ParamId, Params, Policy, Rank, Ranks, Route, Slice, Span, UpdateGroup,
 };

@@ -1,3 +1,5 @@
+//! The record of a call, and the bytes that it sends.
+
 use std::fmt;
 
 use crate::{Rank, WorldSize};

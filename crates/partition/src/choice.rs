@@ -1,3 +1,5 @@
+//! The choices: placement, route, policy and stage, with their words.
+
 use std::fmt;
 use std::str::FromStr;
 

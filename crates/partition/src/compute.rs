@@ -1,3 +1,5 @@
+//! Which rank orthogonalizes which matrix.
+
 use std::cmp::Reverse;
 use std::sync::OnceLock;
 

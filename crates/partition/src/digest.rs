@@ -1,3 +1,5 @@
+//! What ranks compare to find out whether they agree.
+
 use std::fmt;
 
 /// 64 bits that differ, but for chance, where the things written differ: ranks compare them.

@@ -1,3 +1,5 @@
+//! What can be wrong with the numbers.
+
 use crate::Span;
 
 /// What can be wrong with the numbers that a layout or a plan is built from.
@@ -51,7 +53,7 @@ pub enum Error {
     /// A count does not fit the machine's word.
     #[error("{what} has more elements than fit in {} bits", usize::BITS)]
     TooLarge {
-        /// A parameter's name, or "the model".
+        /// A parameter's name, "the model" or "the layout".
         what: String,
     },
     /// A word that names none of the choices.

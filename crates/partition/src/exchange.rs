@@ -1,3 +1,5 @@
+//! What ranks swap so that each matrix is whole where it is computed.
+
 use crate::slices::owners;
 use crate::{MatrixId, ParamId, Piece, Plan, Policy, Rank, Route, Slice, Span};
 

@@ -1,3 +1,5 @@
+//! What a rank keeps of reduced gradients, and where.
+
 use crate::bucket_plan::{copied_to_owners, split};
 use crate::{BlockId, BucketId, ParamId, Plan, Policy, Rank, Route, Span};
 

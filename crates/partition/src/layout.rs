@@ -1,3 +1,5 @@
+//! Where every element lies, and who owns it.
+
 use std::num::NonZeroUsize;
 
 use crate::slices::{Slices, owners};

@@ -1,3 +1,5 @@
+//! Longest-processing-time: jobs to ranks, each to the least loaded.
+
 use crate::Rank;
 
 /// What each rank has to do, with the least loaded at hand: longest-processing-time gives each

@@ -1,3 +1,5 @@
+//! What a rank holds, in bytes.
+
 use std::fmt;
 use std::iter::Sum;
 use std::ops::Add;

@@ -1,3 +1,5 @@
+//! A parameter and its matrices.
+
 use std::fmt;
 
 use smallvec::SmallVec;

@@ -1,3 +1,5 @@
+//! The list of all parameters, checked.
+
 use std::sync::Arc;
 
 use crate::{Digest, DigestWriter, Error, Matrix, MatrixId, Param, ParamId, Span};

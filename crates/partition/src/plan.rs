@@ -1,3 +1,5 @@
+//! What happens in a step, from layout, route and policy.
+
 use crate::compute::Compute;
 use crate::{BlockId, BucketPlan, Digest, DigestWriter, Layout, Params, Policy, Route, Span};
 

@@ -1,3 +1,5 @@
+//! All plans, compared by what a step of each costs.
+
 use std::num::NonZeroUsize;
 
 use crate::{

@@ -1,3 +1,5 @@
+//! The calls, FLOPs and memory of a step, before it is taken.
+
 use std::num::NonZeroUsize;
 
 use crate::{

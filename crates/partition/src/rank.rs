@@ -1,3 +1,5 @@
+//! Ranks, how many there are, and sets of them.
+
 use std::fmt;
 use std::num::NonZeroUsize;
 

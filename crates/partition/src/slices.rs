@@ -1,3 +1,5 @@
+//! The slices of a layout: runs of a parameter inside a shard.
+
 use crate::{Block, BlockId, ParamId, Rank, Ranks, Span};
 
 /// A run of one parameter inside one shard.

@@ -1,3 +1,5 @@
+//! Half-open runs of elements.
+
 use std::fmt;
 
 /// A half-open run of elements: `start` is in it, `end` is not.

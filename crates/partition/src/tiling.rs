@@ -1,3 +1,5 @@
+//! From placement to spaces, blocks and buckets.
+
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;

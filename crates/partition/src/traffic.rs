@@ -1,3 +1,5 @@
+//! Calls and bytes, summed by class.
+
 use std::ops::AddAssign;
 
 use crate::{Call, Class, Collective, WorldSize};

@@ -1,3 +1,5 @@
+//! The placement `Whole`: blocks of whole matrices, dealt to ranks.
+
 use std::cmp::Reverse;
 use std::num::NonZeroUsize;
 

@@ -1,3 +1,5 @@
+//! Digests: another one where anything that matters differs, and the same on every machine.
+
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 

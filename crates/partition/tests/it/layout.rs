@@ -1,3 +1,5 @@
+//! Layouts: what holds for each of them, whatever the placement.
+
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 

@@ -1,3 +1,5 @@
+//! The planner: what it compares, what it prefers, and what it refuses.
+
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 
