@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use candle_core::{DType, Device, DeviceLocation};
 use polarshard_muon::{AdamWConfig, MuonConfig, Rules};
-use polarshard_partition::{Costs, Placement, Policy, Route, Stage};
+use polarshard_partition::{Costs, Placement, Policy, Rank, Route, Stage, WorldSize};
 
 use crate::error::{Error, Result};
 
@@ -43,7 +43,7 @@ pub struct Config {
     /// ignored then.
     pub planned: Option<Costs>,
     /// The rank whose weights all ranks start from. Without it, ranks must start from the same weights.
-    pub broadcast_from: Option<usize>,
+    pub broadcast_from: Option<Rank>,
 }
 
 impl Default for Config {
@@ -90,7 +90,7 @@ impl Config {
         }
     }
 
-    pub(crate) fn validate(&self, world: usize, device: &Device) -> Result<()> {
+    pub(crate) fn validate(&self, world: WorldSize, device: &Device) -> Result<()> {
         hyper_parameters(&self.muon, &self.adamw, device)?;
         // The other group's rate is kept in proportion to it.
         positive("muon.lr", self.muon.lr)?;
@@ -108,7 +108,7 @@ impl Config {
             ));
         }
         match self.broadcast_from {
-            Some(rank) if rank >= world => {
+            Some(rank) if rank.0 >= world.get() => {
                 Err(invalid("broadcast_from", &rank, "a rank of the world"))
             }
             _ => Ok(()),

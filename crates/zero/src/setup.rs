@@ -37,7 +37,7 @@ impl Setup {
     ) -> Result<Self> {
         let device = device_of(weights, &config)?;
         let world = channel.world();
-        config.validate(world.get(), &device)?;
+        config.validate(world, &device)?;
         let routing = routing(weights, &config)?;
         let params = parameters(weights, &routing, &config)?;
         if let Some(costs) = config.planned {
@@ -51,7 +51,7 @@ impl Setup {
         let plan = Arc::new(Plan::new(&params, layout, config.route, config.policy));
         agreement::agree(channel, &config, weights, &plan)?;
         match config.broadcast_from {
-            Some(root) => broadcast(channel, weights, Rank(root))?,
+            Some(root) => broadcast(channel, weights, root)?,
             None => replicas::verify(channel, weights)?,
         }
         Ok(Self {

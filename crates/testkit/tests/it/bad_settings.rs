@@ -155,7 +155,7 @@ fn offload_and_values_that_make_no_sense() -> Result<()> {
             "gradient_wire",
         ),
         (
-            with(|config| config.broadcast_from = Some(1)),
+            with(|config| config.broadcast_from = Some(Rank(1))),
             "broadcast_from",
         ),
         (with(|config| config.muon.momentum = 1.0), "muon.momentum"),
@@ -345,7 +345,7 @@ fn different_initial_weights_are_an_error_and_a_broadcast_is_the_cure() -> Resul
 
     let root = 2;
     let config = Config {
-        broadcast_from: Some(root),
+        broadcast_from: Some(Rank(root)),
         ..config(&model)
     };
     let names = trained(&model, &of(root)?);
