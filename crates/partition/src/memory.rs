@@ -48,7 +48,7 @@ pub struct Memory {
     /// instead of its slices.
     pub momentum: Bytes,
     /// Both fp32 moments of its AdamW shards.
-    pub adam_moments: Bytes,
+    pub moments: Bytes,
     /// The fp32 reduced gradients of its shards; of a parameter whose gradient it keeps whole, that
     /// instead of its slices.
     pub reduced_gradients: Bytes,
@@ -68,7 +68,7 @@ impl Memory {
             weights,
             masters,
             momentum,
-            adam_moments,
+            moments,
             reduced_gradients,
             unreduced_gradients,
             buckets,
@@ -78,7 +78,7 @@ impl Memory {
             weights,
             masters,
             momentum,
-            adam_moments,
+            moments,
             reduced_gradients,
             unreduced_gradients,
             buckets,
@@ -122,7 +122,7 @@ impl Plan {
                 self.with_whole(muon, rank, &self.full_momentum(rank)),
                 Wire::F32,
             ),
-            adam_moments: Bytes::of(2 * adamw, Wire::F32),
+            moments: Bytes::of(2 * adamw, Wire::F32),
             reduced_gradients: Bytes::of(reduced, Wire::F32),
             unreduced_gradients: Bytes::of(unreduced, Wire::F32),
             buckets: self.bucket_memory(terms),

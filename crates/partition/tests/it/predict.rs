@@ -176,7 +176,7 @@ proptest! {
         for rank in layout.world().ranks() {
             let memory = plan.predict(rank, &terms).memory;
             prop_assert_eq!(memory.masters, memory.reduced_gradients);
-            prop_assert_eq!(memory.masters.0 * 2, memory.momentum.0 * 2 + memory.adam_moments.0);
+            prop_assert_eq!(memory.masters.0 * 2, memory.momentum.0 * 2 + memory.moments.0);
             let accumulates = terms.stage == Stage::One && terms.accumulate.get() > 1;
             prop_assert_eq!(memory.unreduced_gradients, bytes(if accumulates { elems } else { 0 }));
             all += memory.masters.0;
@@ -238,7 +238,7 @@ fn memory_of_a_worked_example() {
         weights: Bytes(59 * 2 + 4 * 4),
         masters: Bytes(22 * 4),
         momentum: Bytes(20 * 4),
-        adam_moments: Bytes(2 * 4 * 2),
+        moments: Bytes(2 * 4 * 2),
         reduced_gradients: Bytes(22 * 4),
         unreduced_gradients: Bytes(63 * 4),
         buckets: Bytes(35 * 2 + 4 * 4 + 35 * 2),
