@@ -381,8 +381,13 @@ impl Intake {
         Ok(())
     }
 
-    /// Reduces all buckets that have not been reduced in this micro-batch; what did not come is zero.
+    /// Reduces all buckets that have not been reduced in this micro-batch; what did not come is zero. An error ends the
+    /// optimizer: this rank is behind the others by the buckets that are left.
     fn flush(&mut self) -> Result<()> {
+        self.flush_all().map_err(Error::ending)
+    }
+
+    fn flush_all(&mut self) -> Result<()> {
         while self.next < self.lanes.len() {
             self.open(self.next)?;
             for index in 0..self.plan.buckets()[self.next].pieces.len() {
