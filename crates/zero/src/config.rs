@@ -39,8 +39,8 @@ pub struct Config {
     pub adamw: AdamWConfig,
     /// Where the optimizer's state is asked to live. Another device than the weights' is refused.
     pub optimizer_device: Option<DeviceLocation>,
-    /// What the machine can do, if placement, route and policy are to be chosen by it; the three settings above are
-    /// ignored then.
+    /// What the machine can do, if placement, route and policy are to be chosen by it; what they are set to is ignored
+    /// then.
     pub planned: Option<Costs>,
     /// The rank whose weights all ranks start from. Without it, ranks must start from the same weights.
     pub broadcast_from: Option<Rank>,

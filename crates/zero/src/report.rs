@@ -33,7 +33,8 @@ pub struct StepReport {
     pub unreduced_excess: usize,
 }
 
-/// Bytes that the optimizer holds on one rank.
+/// Bytes that one rank keeps from step to step. Buffers come on top: those of the wire, the staging of gathered weights,
+/// and in stage 1 with several micro-batches the sums of all gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryUse {
     /// fp32 masters of its shards.

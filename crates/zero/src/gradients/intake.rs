@@ -170,7 +170,7 @@ impl Intake {
     /// Makes the micro-batches so far a whole step.
     ///
     /// # Errors
-    /// As of a collective.
+    /// Those of a collective.
     pub(crate) fn close_early(&mut self) -> Result<()> {
         if self.at_boundary() {
             return Ok(());

@@ -65,9 +65,8 @@ impl ZeroOptimizer {
     ///
     /// # Errors
     /// A gradient that is missing, comes twice or does not fit, a loss of several elements, a stale tensor, a failed
-    /// backward pass. The micro-batch
-    /// counts even so: this rank goes on, and [`step`](Self::step) drops the step's micro-batches on all ranks.
-    /// [`Error::StepDue`] after the last micro-batch, which does not count.
+    /// backward pass. The micro-batch counts even so: this rank goes on, and [`step`](Self::step) drops the step's
+    /// micro-batches on all ranks. [`Error::StepDue`] after the last micro-batch, which does not count.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.backward_weighted(loss, 1.0)
     }
@@ -233,6 +232,9 @@ impl ZeroOptimizer {
     ///
     /// # Errors
     /// If a rank does not come within the deadline, or has failed.
+    ///
+    /// # Panics
+    /// If another thread is in a backward pass through this optimizer's weights.
     pub fn shutdown(self) -> Result<()> {
         match Arc::into_inner(self.inbox) {
             Some(inbox) => inbox.into_intake().channel.shutdown(),

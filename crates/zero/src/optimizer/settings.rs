@@ -101,7 +101,7 @@ impl ZeroOptimizer {
         setup::terms(self.plan.params(), self.plan.layout().world(), &self.config)
     }
 
-    /// Bytes held on this rank, counted from the tensors.
+    /// Bytes that this rank keeps from step to step, counted from the tensors.
     pub fn memory(&self) -> MemoryUse {
         let reduced = self.inbox.intake().reduced.elems() * size_of::<f32>();
         self.stepper.shard.memory(reduced)
