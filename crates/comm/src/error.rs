@@ -283,7 +283,7 @@ fn elements(count: Option<usize>) -> String {
     count.map_or_else(|| "no elements".to_owned(), |n| format!("{n} elements"))
 }
 
-fn ranks(ranks: &[Rank]) -> String {
+pub(crate) fn ranks(ranks: &[Rank]) -> String {
     match ranks {
         [] => "no rank".to_owned(),
         [one] => format!("rank {one}"),
