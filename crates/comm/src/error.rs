@@ -230,6 +230,14 @@ pub enum Error {
         /// What candle says.
         source: Arc<candle_core::Error>,
     },
+    /// The library under the backend failed, or what it stands on.
+    #[error("{started}: {message}")]
+    Backend {
+        /// This rank's call.
+        started: Box<Started>,
+        /// What the library says.
+        message: String,
+    },
     /// The thread that does this rank's collectives panicked.
     #[error("{started}: the communication thread panicked: {message}")]
     Panicked {
@@ -265,6 +273,7 @@ impl Error {
             | Self::PeerGone { started, .. }
             | Self::Deadline { started, .. }
             | Self::Tensor { started, .. }
+            | Self::Backend { started, .. }
             | Self::Panicked { started, .. }
             | Self::Poisoned { started, .. } => started,
         }

@@ -43,6 +43,7 @@
 //! runs ranks as threads. [`rendezvous`] is where the ranks of Loopback meet; it knows no tensors.
 
 mod agree;
+mod clock;
 mod communicator;
 pub mod conformance;
 mod error;
@@ -57,6 +58,7 @@ pub mod rendezvous;
 mod request;
 mod setup;
 pub mod sync;
+pub mod tether;
 
 pub use agree::disagreement;
 pub use communicator::{Communicator, Pause};

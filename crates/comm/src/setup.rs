@@ -9,6 +9,8 @@ use std::time::Duration;
 use polarshard_partition::{Digest, Rank, WorldSize};
 
 use crate::Departure;
+use crate::launch::Launch;
+use crate::tether::version;
 
 /// What one process says of itself when it joins: what all ranks must agree on, and who it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,7 +19,7 @@ pub struct Introduction {
     pub rank: Rank,
     /// How many ranks it believes there are.
     pub world: WorldSize,
-    /// Which run it belongs to, [`Launch::job`](crate::launch::Launch::job).
+    /// Which run it belongs to, [`Launch::job`].
     pub job: String,
     /// The version of this crate that it was built with.
     pub version: String,
@@ -27,6 +29,21 @@ pub struct Introduction {
     pub process: u32,
     /// Its address, as rank 0 sees it.
     pub host: String,
+}
+
+impl Introduction {
+    /// What this process says of itself.
+    pub fn new(launch: &Launch, digest: Digest) -> Self {
+        Self {
+            rank: launch.rank(),
+            world: launch.world(),
+            job: launch.job().to_owned(),
+            version: version(),
+            digest,
+            process: std::process::id(),
+            host: "this machine".to_owned(),
+        }
+    }
 }
 
 /// `rank 3 (process 4242 on 10.0.0.7)`

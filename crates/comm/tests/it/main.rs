@@ -7,6 +7,7 @@
 mod backend;
 mod failures;
 mod rendezvous;
+mod tether;
 mod wrappers;
 
 use std::time::Duration;
