@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_core::DType;
+use candle_core::{DType, DeviceLocation};
 use polarshard_partition::{Class, Rank, Span, WorldSize};
 
 use crate::Op;
@@ -117,6 +117,15 @@ pub enum Invalid {
     Dtype {
         /// The buffer's dtype.
         dtype: DType,
+    },
+    /// The buffer lies where the backend does not reach: on another device, or on a second handle of
+    /// the same one, whose work it cannot wait for.
+    #[error("the buffer's device is not the communicator's: {buffer:?}, made apart from {own:?}")]
+    Device {
+        /// Where the buffer is.
+        buffer: DeviceLocation,
+        /// Where the communicator works.
+        own: DeviceLocation,
     },
     /// A span ends after the buffer, or before it begins.
     #[error("{op} works on {span}, outside the buffer of {len} elements")]

@@ -50,6 +50,12 @@ mod error;
 mod faulty;
 pub mod launch;
 mod loopback;
+#[cfg(feature = "nccl")]
+#[expect(
+    unsafe_code,
+    reason = "NCCL and what it needs of the driver are C interfaces"
+)]
+pub mod nccl;
 mod parts;
 mod pending;
 pub mod ranks;
@@ -65,6 +71,8 @@ pub use communicator::{Communicator, Pause};
 pub use error::{Called, Departure, Error, Invalid, Started};
 pub use faulty::{Fault, Faulty};
 pub use loopback::Loopback;
+#[cfg(feature = "nccl")]
+pub use nccl::Nccl;
 pub use pending::{Completion, Pending};
 pub use recording::{CallLog, Recording};
 pub use request::{Op, Request};

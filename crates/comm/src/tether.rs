@@ -39,7 +39,7 @@ pub(crate) fn version() -> String {
 }
 
 /// How many of its latest calls a rank remembers.
-const REMEMBERED: usize = 32;
+const REMEMBERED: usize = 64;
 
 /// How long to wait for the hub's verdict on a call that is not done in time.
 const VERDICT: Duration = hub::GRACE.saturating_add(Duration::from_secs(2));
@@ -302,25 +302,20 @@ impl Link {
                 Some(error) => Err(error),
                 None => Ok(state.calls.iter().cloned().collect()),
             });
-        let calls = match asked {
+        let mut calls: Vec<Started> = match asked {
             Ok(calls) => calls,
             Err(error) => return error,
         };
+        // It may be too long ago to be remembered.
+        if calls.iter().all(|call| call.sequence != started.sequence) {
+            calls.insert(0, started.clone());
+        }
         self.send(&Frame::Stuck {
             sequence: started.sequence,
             deadline,
             calls,
         });
-        let asked = Instant::now();
-        let verdict = self
-            .monitor
-            .wait(|state, now| match state.failure(started) {
-                Some(error) => Look::Found(Some(error)),
-                // No pause stops this: the call is lost already.
-                None if asked.elapsed() >= VERDICT => Look::Found(None),
-                None => Look::Again(Some(now + VERDICT.saturating_sub(asked.elapsed()))),
-            });
-        verdict.unwrap_or_else(|| {
+        self.await_failure(started, VERDICT).unwrap_or_else(|| {
             let error = Error::Deadline {
                 started: Box::new(started.clone()),
                 deadline,
@@ -328,6 +323,19 @@ impl Link {
             };
             self.fail(&error);
             error
+        })
+    }
+
+    /// Waits a while for bad news that is on its way. No pause stops this time.
+    pub(crate) fn await_failure(&self, started: &Started, time: Duration) -> Option<Error> {
+        let mut over = None;
+        self.monitor.wait(|state, now| {
+            let over = *over.get_or_insert(now.saturating_add(time));
+            match state.failure(started) {
+                Some(error) => Look::Found(Some(error)),
+                None if now >= over => Look::Found(None),
+                None => Look::Again(Some(over)),
+            }
         })
     }
 
@@ -472,6 +480,7 @@ impl State {
         None
     }
 
+    /// Why `started` can never be done, if so.
     fn failure(&mut self, started: &Started) -> Option<Error> {
         if self.first.is_none() {
             let (peer, how, _) = self.gone.as_ref()?;
