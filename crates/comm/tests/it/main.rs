@@ -6,6 +6,9 @@
 
 mod backend;
 mod failures;
+#[cfg(feature = "nccl")]
+mod nccl;
+mod processes;
 mod rendezvous;
 mod tether;
 mod wrappers;
