@@ -2,7 +2,9 @@
 //!
 //! A [`Communicator`] is one rank's end of a world. A [`Request`], a group of operations on spans
 //! of one flat buffer, is started and gives a [`Pending`], which gives the buffer back when the
-//! values are there. [`Loopback`] is the backend of one process, where ranks are threads:
+//! values are there. With the feature `nccl`, `Nccl` is the backend of many processes, started by the
+//! launchers that [`launch`] knows, or by [`launch::spawn`], and held together by a [`tether`].
+//! [`Loopback`] is the backend of one process, where ranks are threads:
 //!
 //! ```
 //! use std::time::Duration;

@@ -5,6 +5,9 @@
 //! what rank 0 has for all, and notice when a process dies: its connection closes, and every other
 //! rank is told its name. They stop all deadlines while one rank holds a [`Pause`]. When a call is not
 //! done in time, the ranks tell their latest calls, so that the error names both sides.
+//!
+//! Nothing is encrypted and nobody has to prove who it is: the network is trusted, as NCCL's own
+//! connections trust it.
 
 mod codec;
 mod dial;
@@ -286,8 +289,11 @@ impl Link {
 
     pub(crate) fn fail(&self, error: &Error) {
         let is_news = self.monitor.update(|state, _| {
+            // A rank that is gone is the reason for what goes wrong after it.
             let is_news = state.first.is_none() && state.gone.is_none();
-            state.first.get_or_insert_with(|| error.clone());
+            if is_news {
+                state.first = Some(error.clone());
+            }
             is_news
         });
         if is_news {

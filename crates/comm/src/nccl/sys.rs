@@ -194,3 +194,39 @@ unsafe fn text(from: *const c_char) -> String {
         .to_string_lossy()
         .into_owned()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_is_found_or_what_was_tried_is_named() {
+        match Library::get() {
+            Ok(library) => {
+                let null = std::ptr::null_mut();
+                assert!(library.check("f", null, SUCCESS).is_ok_and(|done| done));
+                assert!(
+                    library
+                        .check("f", null, IN_PROGRESS)
+                        .is_ok_and(|done| !done)
+                );
+                let failure = library.check("f", null, 5).unwrap_err().to_string();
+                let begin = format!("f of NCCL {}: invalid usage", Version(library.version));
+                assert!(failure.starts_with(&begin), "{failure}");
+            }
+            Err(error) => {
+                let text = error.to_string();
+                assert!(
+                    text.starts_with("no usable NCCL, tried libnccl.so.2, libnccl.so: "),
+                    "{text}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn versions_read_as_they_are_written() {
+        assert_eq!(Version(23007).to_string(), "2.30.7");
+        assert_eq!(Version(OLDEST).to_string(), "2.14.0");
+    }
+}

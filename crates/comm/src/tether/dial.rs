@@ -146,6 +146,7 @@ impl Dial<'_> {
                 "rank 0 there belongs to the run {job:?}, this one to {:?}",
                 self.me.job
             ))),
+            Frame::Closed => Some(Attempt::Again("the world there has ended".to_owned())),
             Frame::Absent { missing, strangers } => {
                 Some(Attempt::Final(self.late(missing, strangers)))
             }

@@ -75,6 +75,8 @@ pub(super) enum Frame {
     },
     /// All ranks have reached their shutdown.
     Over,
+    /// The world that was here is complete, or has ended already.
+    Closed,
 }
 
 impl Frame {
@@ -174,6 +176,7 @@ impl Frame {
                 to.option(said.as_deref(), Writer::text);
             }
             Self::Over => to.u8(17),
+            Self::Closed => to.u8(18),
         }
     }
 
@@ -215,6 +218,7 @@ impl Frame {
                 said: from.option(Reader::text)?,
             },
             17 => Self::Over,
+            18 => Self::Closed,
             _ => return None,
         })
     }
@@ -341,6 +345,7 @@ mod tests {
                 said: None,
             },
             Frame::Over,
+            Frame::Closed,
         ];
         frames.extend(errors.map(Frame::Failed));
         frames

@@ -108,12 +108,14 @@ pub(super) fn open(dial: &Dial<'_>, ports: [u16; 2]) -> Result<(Host, String, u1
     })
 }
 
-/// This machine alone if that is what the address says, else everywhere.
+/// This machine alone if the address says so literally, else everywhere: a machine's own name often
+/// stands for its loopback, but to itself only.
 fn interface(address: &str) -> IpAddr {
-    let found = (address, 0).to_socket_addrs();
-    match found.ok().and_then(|mut all| all.next()) {
-        Some(at) if at.ip().is_loopback() => at.ip(),
-        Some(SocketAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
+    let resolve = || (address, 0).to_socket_addrs().ok()?.next();
+    match (address.parse::<IpAddr>(), resolve()) {
+        (Ok(ip), _) if ip.is_loopback() => ip,
+        (_, Some(at)) if address == "localhost" => at.ip(),
+        (_, Some(SocketAddr::V6(_))) => Ipv6Addr::UNSPECIFIED.into(),
         _ => Ipv4Addr::UNSPECIFIED.into(),
     }
 }

@@ -93,9 +93,8 @@ impl Hub {
                 None => self.admit(line, who),
             },
             // Too late to hurt the others.
-            Phase::Running { .. } | Phase::Ended => {
-                wrong.map(|why| (line, why)).into_iter().collect()
-            }
+            Phase::Running { .. } => vec![(line, wrong.unwrap_or(Frame::Closed))],
+            Phase::Ended => vec![(line, Frame::Closed)],
         }
     }
 

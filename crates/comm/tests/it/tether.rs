@@ -111,6 +111,21 @@ fn ranks_join_get_what_rank_0_hands_out_and_part() {
 }
 
 #[test]
+fn worlds_follow_each_other_on_the_same_ports() {
+    let ports = free_ports();
+    thread::scope(|scope| {
+        for me in ranks(3) {
+            scope.spawn(move || {
+                for _ in 0..10 {
+                    let tether = Tether::join_as(me.clone(), HOST, ports, LONG).unwrap();
+                    tether.shutdown(&goodbye(me.rank, 0), LONG).unwrap();
+                }
+            });
+        }
+    });
+}
+
+#[test]
 fn ranks_that_do_not_fit_together_are_named_to_all() {
     let good = || ranks(4);
     let with = |at: usize, change: &dyn Fn(&mut Introduction)| {
@@ -241,6 +256,27 @@ fn without_a_port_everybody_hears_of_it() {
         one.to_string().contains("does not answer as rank 0"),
         "{one}"
     );
+}
+
+#[test]
+fn a_rank_too_many_is_turned_away_alone() {
+    let ports = free_ports();
+    let world = join_at(ranks(2), ports, LONG);
+    assert!(world.iter().all(Result::is_ok), "{world:?}");
+    let twin = Introduction {
+        process: 999,
+        ..rank(1, 2)
+    };
+    let error = Tether::join_as(twin, HOST, ports, LONG).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("two ranks are the same rank: "),
+        "{error}"
+    );
+    each(world.into_iter().map(Result::unwrap).collect(), |tether| {
+        tether.shutdown(&goodbye(tether.rank(), 0), LONG).unwrap();
+    });
 }
 
 #[test]
