@@ -18,8 +18,11 @@ use crate::processes::{Ranks, say};
 /// What a rank that failed as it should exits with.
 const FAILED: i32 = 3;
 
-/// Of the tests in which somebody is late.
-const SHORT: Duration = Duration::from_secs(4);
+/// More than processes that share a GPU take for anything, but an end to what hangs.
+const ENOUGH: Duration = Duration::from_secs(60);
+
+/// Of the tests in which somebody is late. It must be enough for the processes to start, too.
+const SHORT: Duration = Duration::from_secs(8);
 
 /// What a process does as one rank.
 pub(crate) fn play(launch: &Launch, role: &str, argument: &str) {
@@ -28,23 +31,23 @@ pub(crate) fn play(launch: &Launch, role: &str, argument: &str) {
     let connect = |deadline| Nccl::connect(launch, &device, Digest(1), deadline);
     let rank = launch.rank();
     match role {
-        "conform" => conform(connect(LONG).unwrap(), &device, argument == "host"),
+        "conform" => conform(connect(ENOUGH).unwrap(), &device, argument == "host"),
         "again" => again(&connect, &device),
-        "order" => order(connect(LONG).unwrap(), &device),
-        "loop" => repeat(connect(SHORT).unwrap(), &device),
+        "order" => order(connect(ENOUGH).unwrap(), &device),
+        "loop" => repeat(connect(ENOUGH).unwrap(), &device),
         "late" => late(connect(SHORT).unwrap(), &device),
         "pause" => pause(connect(SHORT).unwrap(), &device),
         "mismatch" => mismatch(connect(SHORT).unwrap(), &device, argument),
         "digest" => {
             let digest = Digest(u64::from(rank == Rank(1)));
-            say(Nccl::connect(launch, &device, digest, LONG).unwrap_err());
+            say(Nccl::connect(launch, &device, digest, ENOUGH).unwrap_err());
         }
         "device" => {
             let device = match rank {
                 Rank(1) => Device::new_cuda(0).unwrap(),
                 _ => device,
             };
-            say(Nccl::connect(launch, &device, Digest(1), LONG).unwrap_err());
+            say(Nccl::connect(launch, &device, Digest(1), ENOUGH).unwrap_err());
         }
         role => panic!("no role {role}"),
     }
@@ -78,7 +81,7 @@ fn conform(comm: Nccl, device: &Device, on_host: bool) {
 /// One world after the other, in the same processes.
 fn again(connect: &dyn Fn(Duration) -> Result<Nccl, SetupError>, device: &Device) {
     for _ in 0..3 {
-        let mut comm = connect(LONG).unwrap();
+        let mut comm = connect(ENOUGH).unwrap();
         let sum = all_reduce(&mut comm, 3, device).unwrap();
         let world = comm.world().get() as f32;
         assert_eq!(sum.to_vec1::<f32>().unwrap(), [world; 3]);
@@ -141,7 +144,7 @@ fn spin(time: Duration) {
 fn late(mut comm: Nccl, device: &Device) {
     all_reduce(&mut comm, 8, device).unwrap();
     if comm.rank() == Rank(2) {
-        spin(3 * SHORT);
+        spin(SHORT + SHORT / 2);
     }
     let error = all_reduce(&mut comm, 8, device).unwrap_err();
     say(error.first());
@@ -153,7 +156,7 @@ fn pause(mut comm: Nccl, device: &Device) {
     all_reduce(&mut comm, 8, device).unwrap();
     if comm.rank() == Rank(1) {
         let pause = comm.pause();
-        spin(2 * SHORT);
+        spin(SHORT + SHORT / 4);
         drop(pause);
     }
     all_reduce(&mut comm, 8, device).unwrap();
@@ -376,8 +379,9 @@ fn a_process_that_is_killed_is_named_and_the_others_end() {
         let victim = (i % 4) as usize;
         ranks.kill(victim);
         let killed = Instant::now();
-        let (said, exits) = ranks.wait(SHORT + Duration::from_secs(10));
+        let (said, exits) = ranks.wait(ENOUGH);
         let took = killed.elapsed();
+        assert!(took < ENOUGH, "{took:?}");
         for (rank, lines) in said.iter().enumerate().filter(|(rank, _)| *rank != victim) {
             assert_eq!(exits.statuses[rank].code(), Some(FAILED), "{said:?}");
             let is_named = lines.concat().ends_with(&format!("rank {victim} was lost"));

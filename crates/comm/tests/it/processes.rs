@@ -116,7 +116,7 @@ fn tether(launch: &Launch, change: &str) {
         }
     }
     if change == "absent" {
-        deadline = Duration::from_millis(1500);
+        deadline = Duration::from_secs(4);
     }
     let tether = match Tether::join_as(me, launch.address(), launch.ports(), deadline) {
         Ok(tether) => tether,
