@@ -233,46 +233,51 @@ impl Engine {
         }
     }
 
-    /// Moves on what can be: from NCCL to the stream, and from there to the end.
+    /// Moves on what can be: from the stream to the end, and from NCCL to the stream.
     fn advance(&mut self) -> Result<(), (Started, String)> {
-        if let (Some(raw), Some(first)) = (&self.raw, self.flight.first()) {
-            let is_free = raw.poll().map_err(|e| (first.started.clone(), text(e)))?;
-            if let Some(leaving) = self.flight.leaving.take_if(|_| is_free) {
-                let issued = self.stream.record_event(None);
-                let issued = issued.map_err(|e| (leaving.started.clone(), text(e)))?;
-                // Set once: the request has just taken off.
-                let _ = leaving.progress.issued.set(issued);
-                self.flight.flying.push_back(leaving);
-                self.link.wake();
-            }
-        }
         while let Some(first) = self.flight.flying.front() {
             let issued = first.progress.issued.get();
             let is_done = issued.map_or(Ok(false), CudaEvent::try_is_complete);
             if !is_done.map_err(|e| (first.started.clone(), text(e)))? {
                 break;
             }
-            let Some(done) = self.flight.flying.pop_front() else {
-                break;
-            };
-            self.flight.begun = None;
-            let buffer = done.request.buffer();
-            let landed = done
-                .staged
-                .as_ref()
-                .map_or(Ok(()), |s| s.write_back(buffer));
-            let result = landed.map_err(|e| Error::Tensor {
-                started: Box::new(done.started.clone()),
-                source: Arc::new(e),
-            });
-            if let Err(error) = &result {
-                self.link.fail(error);
+            if let Some(done) = self.flight.flying.pop_front() {
+                self.flight.begun = None;
+                self.land(done);
             }
-            // The buffer is let go before its owner hears of it.
-            let Flying { progress, .. } = done;
-            self.tell(&progress, result);
+        }
+        let (Some(raw), Some(first)) = (&self.raw, self.flight.first()) else {
+            return Ok(());
+        };
+        // Asked even with nothing leaving: it tells of failures, too.
+        let is_free = raw.poll().map_err(|e| (first.started.clone(), text(e)))?;
+        if let (true, Some(leaving)) = (is_free, &self.flight.leaving) {
+            let issued = self.stream.record_event(None);
+            let issued = issued.map_err(|e| (leaving.started.clone(), text(e)))?;
+            // Set once: it leaves now.
+            let _ = leaving.progress.issued.set(issued);
+            self.flight.flying.extend(self.flight.leaving.take());
+            self.link.wake();
         }
         Ok(())
+    }
+
+    /// Ends a request that is done on the device.
+    fn land(&self, done: Flying) {
+        let buffer = done.request.buffer();
+        let staged = done.staged.as_ref();
+        let landed = staged.map_or(Ok(()), |staged| staged.write_back(buffer));
+        let result = landed.map_err(|e| Error::Tensor {
+            started: Box::new(done.started.clone()),
+            source: Arc::new(e),
+        });
+        if let Err(error) = &result {
+            self.link.fail(error);
+        }
+        let progress = Arc::clone(&done.progress);
+        // The buffer is let go before its owner hears of it.
+        drop(done);
+        self.tell(&progress, result);
     }
 
     /// Ends the world if the first request has had its time.
