@@ -303,7 +303,7 @@ fn a_rank_that_does_not_come_is_named() {
             "{text}"
         );
         assert!(
-            text.ends_with("not done within 4s, missing rank 2"),
+            text.ends_with("not done within 8s, missing rank 2"),
             "{text}"
         );
     }
