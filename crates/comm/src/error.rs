@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_core::DType;
+use candle_core::{DType, DeviceLocation};
 use polarshard_partition::{Class, Rank, Span, WorldSize};
 
 use crate::Op;
@@ -118,6 +118,15 @@ pub enum Invalid {
         /// The buffer's dtype.
         dtype: DType,
     },
+    /// The buffer lies where the backend does not reach: on another device, or on a second handle of
+    /// the same one, whose work it cannot wait for.
+    #[error("the buffer's device is not the communicator's: {buffer:?}, made apart from {own:?}")]
+    Device {
+        /// Where the buffer is.
+        buffer: DeviceLocation,
+        /// Where the communicator works.
+        own: DeviceLocation,
+    },
     /// A span ends after the buffer, or before it begins.
     #[error("{op} works on {span}, outside the buffer of {len} elements")]
     OutOfBounds {
@@ -230,6 +239,14 @@ pub enum Error {
         /// What candle says.
         source: Arc<candle_core::Error>,
     },
+    /// The library under the backend failed, or what it stands on.
+    #[error("{started}: {message}")]
+    Backend {
+        /// This rank's call.
+        started: Box<Started>,
+        /// What the library says.
+        message: String,
+    },
     /// The thread that does this rank's collectives panicked.
     #[error("{started}: the communication thread panicked: {message}")]
     Panicked {
@@ -265,6 +282,7 @@ impl Error {
             | Self::PeerGone { started, .. }
             | Self::Deadline { started, .. }
             | Self::Tensor { started, .. }
+            | Self::Backend { started, .. }
             | Self::Panicked { started, .. }
             | Self::Poisoned { started, .. } => started,
         }
@@ -283,7 +301,7 @@ fn elements(count: Option<usize>) -> String {
     count.map_or_else(|| "no elements".to_owned(), |n| format!("{n} elements"))
 }
 
-fn ranks(ranks: &[Rank]) -> String {
+pub(crate) fn ranks(ranks: &[Rank]) -> String {
     match ranks {
         [] => "no rank".to_owned(),
         [one] => format!("rank {one}"),

@@ -2,7 +2,9 @@
 //!
 //! A [`Communicator`] is one rank's end of a world. A [`Request`], a group of operations on spans
 //! of one flat buffer, is started and gives a [`Pending`], which gives the buffer back when the
-//! values are there. [`Loopback`] is the backend of one process, where ranks are threads:
+//! values are there. With the feature `nccl`, `Nccl` is the backend of many processes, started by the
+//! launchers that [`launch`] knows, or by [`launch::spawn`], and held together by a [`tether`].
+//! [`Loopback`] is the backend of one process, where ranks are threads:
 //!
 //! ```
 //! use std::time::Duration;
@@ -43,24 +45,37 @@
 //! runs ranks as threads. [`rendezvous`] is where the ranks of Loopback meet; it knows no tensors.
 
 mod agree;
+mod clock;
 mod communicator;
 pub mod conformance;
 mod error;
 mod faulty;
+pub mod launch;
 mod loopback;
+#[cfg(feature = "nccl")]
+#[expect(
+    unsafe_code,
+    reason = "NCCL and what it needs of the driver are C interfaces"
+)]
+pub mod nccl;
 mod parts;
 mod pending;
 pub mod ranks;
 mod recording;
 pub mod rendezvous;
 mod request;
+mod setup;
 pub mod sync;
+pub mod tether;
 
 pub use agree::disagreement;
 pub use communicator::{Communicator, Pause};
 pub use error::{Called, Departure, Error, Invalid, Started};
 pub use faulty::{Fault, Faulty};
 pub use loopback::Loopback;
+#[cfg(feature = "nccl")]
+pub use nccl::Nccl;
 pub use pending::{Completion, Pending};
 pub use recording::{CallLog, Recording};
 pub use request::{Op, Request};
+pub use setup::{Aspect, Introduction, SetupError, Stranger};

@@ -9,6 +9,7 @@ use std::time::Duration;
 use polarshard_partition::{Rank, WorldSize};
 
 use crate::agree::disagreement;
+use crate::clock::Clock;
 use crate::sync::{Blocking, Look, Monitor};
 use crate::{Departure, Error, Pause, Started};
 
@@ -101,20 +102,15 @@ impl<P, M: Monitor<State<P>>> Rendezvous<P, M> {
         mut found: impl FnMut(&mut State<P>) -> Option<R>,
         late: impl Fn(&mut State<P>, Duration) -> R,
     ) -> R {
-        let mut begun = None;
+        let mut over = None;
         self.monitor.wait(|state, now| {
             if let Some(result) = found(state) {
                 return Look::Found(result);
             }
             let running = state.clock.running(now);
-            let over = begun.get_or_insert(running).saturating_add(deadline);
-            if running >= over {
-                Look::Found(late(state, deadline))
-            } else if state.clock.is_paused() {
-                Look::Again(None)
-            } else {
-                Look::Again(Some(now.saturating_add(over - running)))
-            }
+            let over = *over.get_or_insert(running.saturating_add(deadline));
+            let again = state.clock.look_again(now, over);
+            again.unwrap_or_else(|| Look::Found(late(state, deadline)))
         })
     }
 }
@@ -212,63 +208,5 @@ impl<P> State<P> {
 
     fn present(&self) -> impl Iterator<Item = &Started> {
         self.seats.iter().flatten().map(|(started, _)| started)
-    }
-}
-
-/// Tells how long the world has been running, pauses left out.
-#[derive(Debug, Default)]
-struct Clock {
-    holders: usize,
-    /// When the pause under way began.
-    since: Duration,
-    /// How long the pauses before it took together.
-    paused: Duration,
-}
-
-impl Clock {
-    fn is_paused(&self) -> bool {
-        self.holders > 0
-    }
-
-    fn running(&self, now: Duration) -> Duration {
-        let now = if self.is_paused() { self.since } else { now };
-        now.saturating_sub(self.paused)
-    }
-
-    fn pause(&mut self, now: Duration) {
-        if !self.is_paused() {
-            self.since = now;
-        }
-        self.holders += 1;
-    }
-
-    fn resume(&mut self, now: Duration) {
-        self.holders -= 1;
-        if !self.is_paused() {
-            self.paused += now.saturating_sub(self.since);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_clock_leaves_pauses_out() {
-        let seconds = Duration::from_secs;
-        let mut clock = Clock::default();
-        assert_eq!(clock.running(seconds(10)), seconds(10));
-        clock.pause(seconds(10));
-        clock.pause(seconds(12));
-        clock.resume(seconds(15));
-        assert!(clock.is_paused());
-        assert_eq!(clock.running(seconds(19)), seconds(10));
-        clock.resume(seconds(20));
-        assert!(!clock.is_paused());
-        assert_eq!(clock.running(seconds(25)), seconds(15));
-        clock.pause(seconds(30));
-        clock.resume(seconds(31));
-        assert_eq!(clock.running(seconds(31)), seconds(20));
     }
 }

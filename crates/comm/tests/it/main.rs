@@ -6,7 +6,11 @@
 
 mod backend;
 mod failures;
+#[cfg(feature = "nccl")]
+mod nccl;
+mod processes;
 mod rendezvous;
+mod tether;
 mod wrappers;
 
 use std::time::Duration;
