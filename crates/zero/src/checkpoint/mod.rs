@@ -63,9 +63,11 @@ pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Pat
         // The other ranks wait for this one's slices.
         Err(error) => write_all(channel, shard, None).and(Err(error)),
     };
-    together(channel, written).inspect_err(|_| {
-        // No index will name it.
-        let _ = fs::remove_file(folder.join(names.of(rank)));
+    together(channel, written).inspect_err(|error| {
+        // No index will name it; but after a fatal error others may have gone on to the index.
+        if !error.is_fatal() {
+            let _ = fs::remove_file(folder.join(names.of(rank)));
+        }
     })?;
     let replaced = if rank == Rank(0) {
         index(shard, names).replace(folder)
