@@ -147,26 +147,24 @@ fn a_run_goes_on_bit_for_bit_in_every_other_world() -> Result<()> {
 
 #[test]
 fn a_later_checkpoint_replaces_the_earlier_one() -> Result<()> {
-    let model = Model::everything();
-    let folder = tempfile::tempdir()?;
-    let run = RUNS[1];
-    run.weights(
-        &model,
-        None,
-        &steps(&model, run.world, 0, 1)?,
-        Some(folder.path()),
-    )?;
-    let last = run.weights(
-        &model,
-        None,
-        &steps(&model, run.world, 0, 3)?,
-        Some(folder.path()),
-    )?;
-    let found = run.weights(&model, Some(folder.path()), &[], None)?;
-    same_bits(&trained(&model, &model.initial(SEED)?), &found, &last)?;
-    let files = fs::read_dir(folder.path())?.collect::<Result<Vec<_>, _>>()?;
-    // The index and one file a rank: nothing is left of the first, and nothing half written.
-    ensure!(files.len() == 1 + run.world, "{files:?}");
+    // Two ranks that both write, and three of which one has most of every parameter and writes it all.
+    for (model, run, writers) in [
+        (Model::everything(), RUNS[1], 2),
+        (Model::nearly_nothing(), RUNS[2], 1),
+    ] {
+        let folder = tempfile::tempdir()?;
+        let save = |to| -> Result<_> {
+            let gradients = steps(&model, run.world, 0, to)?;
+            run.weights(&model, None, &gradients, Some(folder.path()))
+        };
+        save(1)?;
+        let last = save(3)?;
+        let found = run.weights(&model, Some(folder.path()), &[], None)?;
+        same_bits(&trained(&model, &model.initial(SEED)?), &found, &last)?;
+        let files = fs::read_dir(folder.path())?.collect::<Result<Vec<_>, _>>()?;
+        // The index and one file a rank that writes: nothing is left of the first, and nothing half written.
+        ensure!(files.len() == 1 + writers, "{files:?}");
+    }
     Ok(())
 }
 

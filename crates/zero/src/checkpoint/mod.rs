@@ -59,13 +59,15 @@ pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Pat
     let names = Names { number, step };
     let writer = begin(shard.plan(), rank, names, folder);
     let written = match writer {
-        Ok(writer) => write_all(channel, shard, Some(writer)),
+        Ok(writer) => write_all(channel, shard, writer),
         // The other ranks wait for this one's slices.
         Err(error) => write_all(channel, shard, None).and(Err(error)),
     };
-    together(channel, written).inspect_err(|_| {
-        // No index will name it.
-        let _ = fs::remove_file(folder.join(names.of(rank)));
+    together(channel, written).inspect_err(|error| {
+        // No index will name it; but after a fatal error others may have gone on to the index.
+        if !error.is_fatal() {
+            let _ = fs::remove_file(folder.join(names.of(rank)));
+        }
     })?;
     let replaced = if rank == Rank(0) {
         index(shard, names).replace(folder)
@@ -171,7 +173,8 @@ fn index(shard: &Shard, names: Names) -> Index {
     Index::new(names.number, names.step, files, steps.collect())
 }
 
-fn begin(plan: &Plan, rank: Rank, names: Names, folder: &Path) -> Result<TensorFileWriter> {
+/// Begins a rank's file; a rank that writes no parameter has none.
+fn begin(plan: &Plan, rank: Rank, names: Names, folder: &Path) -> Result<Option<TensorFileWriter>> {
     fs::create_dir_all(folder).map_err(|error| Error::checkpoint(folder, error))?;
     let own = plan
         .params()
@@ -184,7 +187,10 @@ fn begin(plan: &Plan, rank: Rank, names: Names, folder: &Path) -> Result<TensorF
                 .map(|kind| (kind.key(&param.name), param.shape.to_vec()))
         })
         .collect();
-    TensorFileWriter::create(folder.join(names.of(rank)), &tensors)
+    if tensors.is_empty() {
+        return Ok(None);
+    }
+    TensorFileWriter::create(folder.join(names.of(rank)), &tensors).map(Some)
 }
 
 /// Sends every window of every tensor to its writer. Without a file of its own this rank only sends.
