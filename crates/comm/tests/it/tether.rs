@@ -291,7 +291,7 @@ fn another_run_is_turned_away_alone() {
     let (own, other) = thread::scope(|scope| {
         let zero = who.remove(0);
         let zero = scope.spawn(move || Tether::join_as(zero, HOST, ports, LONG));
-        let other = Tether::join_as(stray, HOST, ports, Duration::from_millis(300));
+        let other = Tether::join_as(stray, HOST, ports, Duration::from_secs(3));
         let one = Tether::join_as(who.remove(0), HOST, ports, LONG);
         ([zero.join().unwrap(), one], other)
     });
