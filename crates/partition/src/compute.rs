@@ -113,11 +113,10 @@ fn assign(params: &Params, layout: &Layout) -> Vec<Rank> {
         }
     }
     free.sort_unstable();
-    let mut loads = Loads::new(loads);
+    let mut loads = Loads::new(&loads);
     for (Reverse(cost), id) in free {
         let (param, matrix) = params.matrix(id);
-        let least = loads.least();
-        let load = loads.load(least);
+        let (load, least) = loads.least();
         let tied = layout
             .slices_within(param, matrix.span)
             .filter(|slice| loads.load(slice.rank) == load);

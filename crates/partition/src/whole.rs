@@ -107,21 +107,27 @@ impl<'a> Units<'a> {
         }
     }
 
-    /// Splits the costliest matrix until the padding is under the cap, or none is whole.
+    /// Splits costliest matrices until the padding is under the cap, or none is whole. With one
+    /// split less it is over; that number is looked for by doubling, then halving, because there
+    /// can be hundreds, and a deal for each.
     fn deal_with_fewest_splits(&self) -> Deal {
-        // Both bounds fall with every split, so deals that cannot fit are passed over at once.
-        let (mut fails, mut may_fit) = (0, self.order.len());
-        while fails < may_fit {
-            let splits = fails.midpoint(may_fit);
-            if self.fits(self.least_shard(splits)) {
-                may_fit = splits;
-            } else {
-                fails = splits + 1;
+        let all = self.order.len();
+        // The bound falls with every split: what it rules out needs no deal.
+        let mut fewest = first(0, all, |splits| self.fits(self.least_shard(splits)));
+        let (mut most, mut step) = (fewest, 1);
+        let mut deal = loop {
+            if let Some(deal) = self.deal(most) {
+                break deal;
             }
-        }
-        (may_fit..)
-            .find_map(|splits| self.deal(splits))
-            .expect("a deal without whole matrices is taken as it is")
+            fewest = most + 1;
+            most = all.min(most + step);
+            step *= 2;
+        };
+        first(fewest, most, |splits| {
+            let found = self.deal(splits);
+            found.map(|found| deal = found).is_some()
+        });
+        deal
     }
 
     /// Whole matrices to ranks, but for the `splits` costliest; `None` if the padding is over the
@@ -133,9 +139,9 @@ impl<'a> Units<'a> {
         }
         let mut ranks = vec![None; self.units.len()];
         let mut filled = vec![0; self.world.get()];
-        let mut loads = Loads::new(vec![0; self.world.get()]);
+        let mut loads = Loads::new(&vec![0; self.world.get()]);
         for &index in self.order.iter().skip(splits) {
-            let rank = loads.least();
+            let (_, rank) = loads.least();
             loads.add(rank, self.units[index].cost);
             filled[rank.0] += self.units[index].span.len();
             ranks[index] = Some(rank);
@@ -221,4 +227,18 @@ impl<'a> Units<'a> {
             runs: runs.runs,
         }
     }
+}
+
+/// A number from `low` to `high` from which on `holds`: it holds for it or it is `high`, and does
+/// not for the one before it or it is `low`.
+fn first(mut low: usize, mut high: usize, mut holds: impl FnMut(usize) -> bool) -> usize {
+    while low < high {
+        let middle = low.midpoint(high);
+        if holds(middle) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    low
 }

@@ -1,11 +1,12 @@
 //! `Whole`: matrices on one rank each, as far as the padding allows.
 
-use std::collections::BTreeSet;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 
 use polarshard_partition::{
-    Block, Layout, Matrix, MatrixId, Param, Params, Placement, Span, UpdateGroup, Wire, WorldSize,
-    strategies,
+    Bucket, Layout, Matrix, MatrixId, Param, ParamId, Params, Placement, Rank, Span, UpdateGroup,
+    Wire, WorldSize, strategies,
 };
 use proptest::prelude::*;
 
@@ -24,15 +25,6 @@ fn whole() -> impl Strategy<Value = (Params, Layout)> {
         .unwrap();
         (params, layout)
     })
-}
-
-fn padding(block: &Block) -> usize {
-    block
-        .runs
-        .iter()
-        .filter(|run| run.source.is_none())
-        .map(|run| run.len)
-        .sum()
 }
 
 fn squares(sides: &[usize]) -> Params {
@@ -75,42 +67,128 @@ fn map(params: &Params, layout: &Layout) -> Vec<Vec<(usize, usize)>> {
         .collect()
 }
 
+/// A deal by the words of the design, without any haste: the shard length, and the rank of each
+/// whole matrix. The `splits` costliest are split.
+struct Deal {
+    shard_len: usize,
+    ranks: BTreeMap<MatrixId, Rank>,
+}
+
+fn deal(params: &Params, ids: &[ParamId], world: usize, splits: usize) -> Deal {
+    let mut matrices: Vec<_> = ids.iter().flat_map(|id| params.matrices_of(*id)).collect();
+    let elems: usize = matrices
+        .iter()
+        .map(|id| params.matrix(*id).1.span.len())
+        .sum();
+    matrices.sort_by_key(|id| (Reverse(params.matrix(*id).1.cost), *id));
+    let mut loads = vec![(0, 0, 0); world];
+    for (rank, load) in loads.iter_mut().enumerate() {
+        load.1 = rank;
+    }
+    let mut ranks = BTreeMap::new();
+    for id in &matrices[splits..] {
+        let matrix = params.matrix(*id).1;
+        let (load, rank, filled) = loads.iter_mut().min().unwrap();
+        *load += matrix.cost;
+        *filled += matrix.span.len();
+        ranks.insert(*id, Rank(*rank));
+    }
+    let longest = loads.iter().map(|load| load.2).max().unwrap();
+    Deal {
+        shard_len: longest.next_multiple_of(2).max(mean(elems, world)),
+        ranks,
+    }
+}
+
+/// The mean of the shards, rounded up to an even number.
+fn mean(elems: usize, world: usize) -> usize {
+    elems.div_ceil(world).next_multiple_of(2)
+}
+
+fn fits(params: &Params, ids: &[ParamId], world: usize, splits: usize) -> bool {
+    let elems: usize = ids.iter().map(|id| params.get(*id).elems()).sum();
+    let padding = deal(params, ids, world, splits).shard_len * world - elems;
+    (padding as f64) < 0.05 * elems as f64
+}
+
+/// The parameters of the blocks, by the words of the design.
+fn groups(params: &Params, layout: &Layout, ids: &[ParamId]) -> Vec<Vec<ParamId>> {
+    let world = layout.world().get();
+    let mut groups = Vec::new();
+    let mut rest = ids.to_vec();
+    while !rest.is_empty() {
+        let take = |times: usize| {
+            let limit = times * layout.bucket_size().get();
+            let elems = |count: usize| {
+                rest[..count]
+                    .iter()
+                    .map(|id| params.get(*id).elems())
+                    .sum::<usize>()
+            };
+            (2..=rest.len())
+                .take_while(|count| elems(*count) <= limit)
+                .last()
+                .unwrap_or(1)
+        };
+        let count = (1..=4)
+            .map(take)
+            .find(|count| fits(params, &rest[..*count], world, 0))
+            .unwrap_or(take(4));
+        groups.push(rest.drain(..count).collect());
+    }
+    groups
+}
+
 proptest! {
     #[test]
-    fn blocks_follow_the_rule((params, layout) in whole()) {
-        let size = layout.bucket_size().get();
-        let oracle = Oracle::new(&params, &layout);
-        let muon = |index: usize| layout.space(layout.buckets()[index].space).group == UpdateGroup::Muon;
-        for (index, bucket) in layout.buckets().iter().enumerate().filter(|(index, _)| muon(*index)) {
-            let block = layout.block(bucket.block);
-            let elems: usize = bucket.params.iter().map(|id| params.get(*id).elems()).sum();
-            let world = layout.world().get();
-            prop_assert!(elems <= 4 * size || bucket.params.len() == 1, "at most four times the bucket size");
-            prop_assert_eq!(padding(block), world * block.shard_len - elems);
+    fn blocks_grow_until_whole_matrices_fit((params, layout) in whole()) {
+        for (index, space) in layout.spaces().iter().enumerate().filter(|(_, space)| space.group == UpdateGroup::Muon) {
+            let members = |id: &ParamId| {
+                let param = params.get(*id);
+                param.elems() > 0 && (param.group(), param.wire) == (space.group, space.wire)
+            };
+            let ids: Vec<_> = params.plan_order().filter(members).collect();
+            let buckets = layout.buckets().iter().filter(|bucket| bucket.space.index() == index);
+            let found: Vec<_> = buckets.map(|bucket| bucket.params.clone()).collect();
+            prop_assert_eq!(found, groups(&params, &layout, &ids));
+        }
+    }
 
-            let mut matrices: Vec<MatrixId> = bucket.params.iter().flat_map(|id| params.matrices_of(*id)).collect();
-            matrices.sort_by_key(|id| (std::cmp::Reverse(params.matrix(*id).1.cost), *id));
-            let owners = |id: &MatrixId| layout.matrix_owners(&params, *id).len();
-            let parts = matrices.iter().filter(|id| owners(id) > 1).count();
-            if padding(block) * 20 >= elems {
-                // Over the cap: everything was split, and cut evenly.
-                prop_assert!(padding(block) < 2 * world);
-                prop_assert_eq!(elems + padding(block), world * block.shard_len);
-            } else if parts > 0 {
-                // Split ones are the costliest; one of them may have fitted into one shard.
-                let last = matrices.iter().rposition(|id| owners(id) > 1).unwrap();
-                let cheapest = params.matrix(matrices[last]).1.cost;
-                prop_assert!(matrices[..last].iter().all(|id| params.matrix(*id).1.cost >= cheapest));
-                // And a block is split only once it has grown: the next parameter would pass.
-                let next = layout.buckets().iter().skip(index + 1).find(|next| next.space == bucket.space);
-                if let Some(next) = next {
-                    prop_assert!(elems + params.get(next.params[0]).elems() > 4 * size);
+    #[test]
+    fn blocks_split_no_more_matrices_than_the_cap_asks((params, layout) in whole()) {
+        let oracle = Oracle::new(&params, &layout);
+        let world = layout.world().get();
+        let muon = |bucket: &&Bucket| layout.space(bucket.space).group == UpdateGroup::Muon;
+        for bucket in layout.buckets().iter().filter(muon) {
+            let block = layout.block(bucket.block);
+            let matrices: Vec<_> = bucket.params.iter().flat_map(|id| params.matrices_of(*id)).collect();
+            let elems: usize = matrices.iter().map(|id| params.matrix(*id).1.span.len()).sum();
+            // What a number of splits makes of the block: the owner of every element.
+            let agrees = |splits: usize| {
+                let Deal { shard_len, ranks } = deal(&params, &bucket.params, world, splits);
+                let mut filled = vec![0; world];
+                for (id, rank) in &ranks {
+                    filled[rank.0] += params.matrix(*id).1.span.len();
                 }
-            }
-            for id in &matrices {
-                let (param, matrix) = params.matrix(*id);
-                prop_assert_eq!(owners(id), oracle.owners(param, matrix.span).len());
-            }
+                let mut rank = 0;
+                shard_len == block.shard_len && matrices.iter().all(|id| {
+                    let (param, matrix) = params.matrix(*id);
+                    (matrix.span.start..matrix.span.end).all(|elem| {
+                        let owner = ranks.get(id).copied().unwrap_or_else(|| {
+                            while filled[rank] >= mean(elems, world) {
+                                rank += 1;
+                            }
+                            filled[rank] += 1;
+                            Rank(rank)
+                        });
+                        oracle.owner(param, elem) == owner
+                    })
+                })
+            };
+            let needed = |splits: usize| splits == 0 || !fits(&params, &bucket.params, world, splits - 1);
+            let enough = |splits: usize| splits == matrices.len() || fits(&params, &bucket.params, world, splits);
+            let rule = (0..=matrices.len()).any(|splits| needed(splits) && enough(splits) && agrees(splits));
+            prop_assert!(rule, "{:?}", block);
         }
     }
 
