@@ -1,7 +1,9 @@
 //! The element-wise steps: each one pass over memory, in f32, every operation rounded by itself.
 //!
-//! Operands are contiguous f32 tensors of equal length, of any shape; views of larger buffers are
-//! written through. No two operands of a call may be views of one buffer.
+//! Operands are contiguous f32 tensors of equal length, of any shape, on one device; views of larger
+//! buffers are written through. No two operands of a call may be views of one buffer.
+//!
+//! Elements have the same bits on every device.
 
 use std::cell::{OnceCell, RefCell};
 
@@ -11,6 +13,23 @@ use candle_core::{
 };
 
 use crate::{AdamWConfig, Error};
+
+/// Adds values of dtype f32, f16 or bf16 to a sum in f32.
+///
+/// As computed, with the factor rounded to f32 once: `s ← s + factor·x`. A factor of 1 leaves x
+/// exact.
+///
+/// # Errors
+/// For a sum that is not contiguous f32, and for values of another dtype, length or device, that
+/// are not contiguous or in the same buffer; the sum is untouched then.
+pub fn accumulate(sum: &Tensor, values: &Tensor, factor: f64) -> Result<(), Error> {
+    let (sum, values) = (("the sum", sum), ("the summand", values));
+    check_dtypes(&[sum], &[DType::F32], "f32")?;
+    check_dtypes(&[values], &FLOATS, "f32, f16 or bf16")?;
+    check_places(&[sum, values])?;
+    let factor = factor as f32;
+    Ok(sum.1.inplace_op2(values.1, &AccumulateOp { factor })?)
+}
 
 /// Takes a gradient into the momentum and returns what Newton-Schulz orthogonalizes, a new tensor.
 ///
@@ -124,18 +143,34 @@ pub(crate) fn shares_storage(a: &Tensor, b: &Tensor) -> bool {
     address(a) == address(b)
 }
 
+type Operand<'a> = (&'static str, &'a Tensor);
+
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
 /// The first operand is one that is written; the others are measured by it.
-fn check_operands(operands: &[(&'static str, &Tensor)]) -> Result<(), Error> {
+fn check_operands(operands: &[Operand<'_>]) -> Result<(), Error> {
+    check_dtypes(operands, &[DType::F32], "f32")?;
+    check_places(operands)
+}
+
+fn check_dtypes(
+    operands: &[Operand<'_>],
+    taken: &[DType],
+    expected: &'static str,
+) -> Result<(), Error> {
+    match operands.iter().find(|(_, x)| !taken.contains(&x.dtype())) {
+        None => Ok(()),
+        Some((what, x)) => Err(Error::DType {
+            what: (*what).to_owned(),
+            dtype: x.dtype(),
+            expected,
+        }),
+    }
+}
+
+fn check_places(operands: &[Operand<'_>]) -> Result<(), Error> {
     let expected = operands[0].1.elem_count();
     for (i, &(what, x)) in operands.iter().enumerate() {
-        if x.dtype() != DType::F32 {
-            let what = what.to_owned();
-            return Err(Error::DType {
-                what,
-                dtype: x.dtype(),
-                expected: "f32",
-            });
-        }
         if !x.is_contiguous() {
             return Err(Error::NotContiguous {
                 what: what.to_owned(),
@@ -157,6 +192,44 @@ fn check_operands(operands: &[(&'static str, &Tensor)]) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+struct AccumulateOp {
+    factor: f32,
+}
+
+impl InplaceOp2 for AccumulateOp {
+    fn name(&self) -> &'static str {
+        "accumulate"
+    }
+
+    fn cpu_fwd(
+        &self,
+        sum: &mut CpuStorage,
+        layout: &Layout,
+        values: &CpuStorage,
+        values_layout: &Layout,
+    ) -> CandleResult<()> {
+        let sum = slice_mut(sum, layout)?;
+        let Some((start, end)) = values_layout.contiguous_offsets() else {
+            bail!("{}: expected contiguous values", self.name());
+        };
+        match values {
+            CpuStorage::F32(x) => self.run(sum, x[start..end].iter().copied()),
+            CpuStorage::F16(x) => self.run(sum, x[start..end].iter().map(|x| x.to_f32())),
+            CpuStorage::BF16(x) => self.run(sum, x[start..end].iter().map(|x| x.to_f32())),
+            _ => bail!("{}: expected f32, f16 or bf16", self.name()),
+        }
+        Ok(())
+    }
+}
+
+impl AccumulateOp {
+    fn run(&self, sum: &mut [f32], values: impl Iterator<Item = f32>) {
+        for (s, x) in sum.iter_mut().zip(values) {
+            *s += self.factor * x;
+        }
+    }
 }
 
 struct MomentumOp {

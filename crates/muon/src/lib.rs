@@ -7,7 +7,7 @@
 //! | part | what it does |
 //! |---|---|
 //! | [`NewtonSchulz`] | orthogonalizes matrices, alone or batched by shape |
-//! | [`momentum_update`], [`apply_update`], [`adamw_update`], [`survey()`] | the element-wise steps, each in one pass, on any slice of a parameter |
+//! | [`accumulate`], [`momentum_update`], [`apply_update`], [`adamw_update`], [`survey()`] | the element-wise steps, each in one pass, on any slice of a parameter |
 //! | [`UpdateScale`] | how large an update is, by the shape of its matrix |
 //! | [`Rules`] | which parameter is Muon's, and of which matrices it is made |
 //! | [`Muon`], [`MuonWithAdamW`] | optimizers of one device, built of these |
@@ -56,6 +56,7 @@ mod muon_group;
 mod newton_schulz;
 mod normalize;
 mod optimizer;
+mod precision;
 mod routing;
 mod rules;
 mod scale;
@@ -64,12 +65,13 @@ mod weights;
 
 pub use coefficients::{Coefficients, CustomCoefficients};
 pub use config::{AdamWConfig, MuonConfig, MuonWithAdamWConfig};
-pub use elementwise::{adamw_update, apply_update, momentum_update};
+pub use elementwise::{accumulate, adamw_update, apply_update, momentum_update};
 pub use error::Error;
 pub use method::Method;
 pub use newton_schulz::NewtonSchulz;
 pub use optimizer::{Muon, MuonWithAdamW, MuonWithAdamWGroups};
+pub use precision::Precision;
 pub use routing::{Decision, MatrixShape, Reason, Routed, RoutingTable};
 pub use rules::{Rule, Rules};
 pub use scale::UpdateScale;
-pub use survey::{Survey, survey};
+pub use survey::{Survey, survey, survey_all};

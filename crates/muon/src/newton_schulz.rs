@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use candle_core::{D, DType, Device, Tensor};
 
 use crate::normalize::normalize;
-use crate::{Coefficients, Error, Method, iteration};
+use crate::{Coefficients, Error, Method, Precision, iteration};
 
 /// Newton-Schulz: takes the singular values of a matrix close to 1 and leaves its singular vectors.
 ///
@@ -35,18 +35,18 @@ pub struct NewtonSchulz {
     pub coefficients: Coefficients,
     /// How many steps; at least 1.
     pub steps: usize,
-    /// The precision of the products' results; sums are in f32. On a CPU, f32.
-    pub iterate: DType,
+    /// The precision of the products' results; sums are in f32.
+    pub iterate: Precision,
 }
 
 impl Default for NewtonSchulz {
-    /// Five Keller Jordan steps in f32, by the cheaper method.
+    /// Five Keller Jordan steps in the device's precision, by the cheaper method.
     fn default() -> Self {
         Self {
             method: Method::default(),
             coefficients: Coefficients::default(),
             steps: 5,
-            iterate: DType::F32,
+            iterate: Precision::default(),
         }
     }
 }
@@ -156,7 +156,7 @@ impl NewtonSchulz {
             return stack.restore(&stack.wide);
         }
         let (n, m) = stack.sides()?;
-        let x = normalize(&stack.wide)?.to_dtype(self.iterate)?;
+        let x = normalize(&stack.wide)?.to_dtype(self.iterate.on(stack.wide.device()))?;
         let rows = self.coefficients.steps(self.steps);
         let x = match self.chosen(n, m) {
             Method::Gram => iteration::gram(x, &rows)?,
@@ -179,18 +179,12 @@ impl NewtonSchulz {
 
     /// candle's products on a CPU accumulate in f16 across the blocks of a long sum.
     pub(crate) fn check_device(&self, device: &Device) -> Result<(), Error> {
-        let supported = match device {
-            Device::Cpu => self.iterate == DType::F32,
-            _ => matches!(self.iterate, DType::F32 | DType::F16 | DType::BF16),
-        };
-        if supported {
-            Ok(())
-        } else {
-            Err(Error::IterateDType {
-                dtype: self.iterate,
-                device: device.location(),
-            })
+        let dtype = self.iterate.on(device);
+        if device.is_cpu() && dtype != DType::F32 {
+            let device = device.location();
+            return Err(Error::IterateDType { dtype, device });
         }
+        Ok(())
     }
 }
 
@@ -304,7 +298,7 @@ mod tests {
             Err(Error::DType { .. })
         ));
         let half = NewtonSchulz {
-            iterate: DType::F16,
+            iterate: Precision::F16,
             ..ns
         };
         let matrix = Tensor::ones((3, 3), DType::F32, cpu).unwrap();

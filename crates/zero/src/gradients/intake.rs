@@ -274,8 +274,8 @@ impl Intake {
             if to_wire {
                 self.write(home.bucket, piece.at, &values)?;
             } else {
-                let values = flat::scaled(&values, self.cycle.current)?;
-                flat::add(self.local(home.bucket)?, piece.at, &values)?;
+                let factor = self.cycle.current;
+                flat::add(self.local(home.bucket)?, piece.at, &values, factor)?;
             }
         }
         if let Slot::Filling { arrived, .. } = &mut self.slots[home.bucket] {
@@ -295,11 +295,9 @@ impl Intake {
         let values = match &self.locals[bucket] {
             None => flat::scaled(values, current * lane.prescale)?,
             Some(local) => {
-                let earlier = flat::view(local, Span::of_len(at, values.elem_count()))?;
-                {
-                    let sum = (flat::scaled(values, current)?.to_dtype(DType::F32)? + earlier)?;
-                    flat::scaled(&sum, lane.prescale)?
-                }
+                flat::add(local, at, values, current)?;
+                let sums = flat::view(local, Span::of_len(at, values.elem_count()))?;
+                flat::scaled(&sums, lane.prescale)?
             }
         };
         Ok(flat::write(&buffer.used, at, &values)?)

@@ -59,7 +59,7 @@ impl Reduced {
             };
             let values = flat::view(buffer, *from)?;
             if begun {
-                flat::add(target, at, &values)?;
+                flat::add(target, at, &values, 1.0)?;
             } else {
                 flat::write(target, at, &values)?;
             }

@@ -84,7 +84,12 @@ impl ZeroOptimizer {
 
     /// What a prediction of this optimizer's steps depends on beside its plan.
     pub fn terms(&self) -> Terms {
-        setup::terms(self.plan.params(), self.plan.layout().world(), &self.config)
+        setup::terms(
+            self.plan.params(),
+            self.plan.layout().world(),
+            &self.config,
+            self.stepper.shard.device(),
+        )
     }
 
     /// Bytes held on this rank, counted from the tensors.
