@@ -12,6 +12,10 @@
 //! | [`Rules`] | which parameter is Muon's, and of which matrices it is made |
 //! | [`Muon`], [`MuonWithAdamW`] | optimizers of one device, built of these |
 //!
+//! Everything runs where its tensors are: on a CPU, and with the feature `cuda` on NVIDIA devices,
+//! whose stream it leaves only to read a [`Survey`]. To build that feature needs `nvcc`, which is
+//! looked for in `CUDA_HOME` and on the `PATH`; `CUDA_COMPUTE_CAP` (default 80) says for which devices.
+//!
 //! The parts know nothing of ranks or shards: the element-wise steps are linear or local, so that a
 //! caller who owns slices of parameters can run them on slices, and needs whole matrices for
 //! [`NewtonSchulz`] alone.
@@ -48,6 +52,9 @@
 mod adamw_group;
 mod coefficients;
 mod config;
+#[cfg(feature = "cuda")]
+#[expect(unsafe_code, reason = "kernels and cuBLAS are called with addresses")]
+mod cuda;
 mod elementwise;
 mod error;
 mod iteration;
@@ -57,6 +64,7 @@ mod newton_schulz;
 mod normalize;
 mod optimizer;
 mod precision;
+mod products;
 mod routing;
 mod rules;
 mod scale;

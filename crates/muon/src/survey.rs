@@ -1,8 +1,12 @@
+#[cfg(feature = "cuda")]
+use candle_core::Device;
 use candle_core::{
     CpuStorage, CustomOp1, DType, Layout, Result as CandleResult, Shape, Tensor, bail,
 };
 
 use crate::Error;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 
 /// What one pass over a tensor finds out.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -37,7 +41,22 @@ pub fn survey_all(tensors: &[Tensor]) -> Result<Vec<Survey>, Error> {
             expected: "f32, f16, bf16 or f64",
         });
     }
-    tensors.iter().map(survey_one).collect()
+    let tensors = tensors
+        .iter()
+        .map(|x| x.detach().contiguous())
+        .collect::<CandleResult<Vec<_>>>()?;
+    let mut found = Vec::with_capacity(tensors.len());
+    for on_one_device in tensors.chunk_by(|a, b| a.device().same_device(b.device())) {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(device) = on_one_device[0].device() {
+            found.extend(cuda::survey(device, on_one_device)?);
+            continue;
+        }
+        for x in on_one_device {
+            found.push(survey_one(x)?);
+        }
+    }
+    Ok(found)
 }
 
 fn is_float(dtype: DType) -> bool {
@@ -45,11 +64,7 @@ fn is_float(dtype: DType) -> bool {
 }
 
 fn survey_one(x: &Tensor) -> Result<Survey, Error> {
-    let found = x
-        .detach()
-        .contiguous()?
-        .apply_op1_no_bwd(&SurveyOp)?
-        .to_vec1::<f64>()?;
+    let found = x.apply_op1_no_bwd(&SurveyOp)?.to_vec1::<f64>()?;
     let [sum_of_squares, non_finite, non_zero] = found[..] else {
         unreachable!("the operation yields three numbers");
     };
