@@ -1,8 +1,16 @@
 //! Reads and writes of runs of one-dimensional tensors, in place through views.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use polarshard_muon::accumulate;
 use polarshard_partition::Span;
+
+/// A new one-dimensional tensor of zeros, empty or not: devices have no empty allocations.
+pub(crate) fn zeros(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    view(
+        &Tensor::zeros(len.max(1), dtype, device)?,
+        Span::of_len(0, len),
+    )
+}
 
 /// The elements of a span, as a view.
 pub(crate) fn view(flat: &Tensor, span: Span) -> Result<Tensor> {

@@ -307,7 +307,7 @@ impl Intake {
         let (len, device) = (self.lanes[bucket].len, self.weights[0].values().device());
         let local = &mut self.locals[bucket];
         if local.is_none() {
-            *local = Some(Tensor::zeros(len, DType::F32, device)?);
+            *local = Some(flat::zeros(len, DType::F32, device)?);
         }
         Ok(local.as_ref().expect("it was just made"))
     }
@@ -392,7 +392,7 @@ impl Intake {
     }
 
     fn write_absent(&mut self, bucket: usize, piece: Piece) -> Result<()> {
-        let zeros = Tensor::zeros(
+        let zeros = flat::zeros(
             piece.span.len(),
             DType::F32,
             self.weights[0].values().device(),
