@@ -211,8 +211,12 @@ impl NewtonSchulz {
         }
     }
 
-    /// candle's products on a CPU accumulate in f16 across the blocks of a long sum.
-    pub(crate) fn check_device(&self, device: &Device) -> Result<(), Error> {
+    /// Whether `device` can iterate in the precision asked for. A CPU does so in f32 alone: candle's half-precision
+    /// products there accumulate in f16 across the blocks of a long sum.
+    ///
+    /// # Errors
+    /// [`Error::IterateDType`] names both.
+    pub fn check_device(&self, device: &Device) -> Result<(), Error> {
         let dtype = self.iterate.on(device);
         if device.is_cpu() && dtype != DType::F32 {
             let device = device.location();

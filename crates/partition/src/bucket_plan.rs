@@ -157,10 +157,8 @@ impl BucketPlan {
         for segment in &self.segments {
             let shared = segment.consumers.len() > 1;
             match ops.last_mut() {
+                // Neighbours that go to one rank each are one segment already.
                 Some(Reduction::AllReduce(span)) if shared => span.end = segment.span.end,
-                Some(Reduction::Reduce { span, root }) if !shared && *root == segment.owner => {
-                    span.end = segment.span.end;
-                }
                 _ if shared => ops.push(Reduction::AllReduce(segment.span)),
                 _ => ops.push(Reduction::Reduce {
                     span: segment.span,

@@ -152,4 +152,41 @@ mod tests {
         assert_eq!(bytes(Collective::Broadcast, Wire::F32), 3 * 10 * 4);
         assert_eq!(bytes(Collective::Send, Wire::F32), 10 * 4);
     }
+
+    #[test]
+    fn words() {
+        let classes = [
+            Class::Gradient,
+            Class::Exchange,
+            Class::Weight,
+            Class::Control,
+        ];
+        assert_eq!(Class::ALL, classes);
+        assert_eq!(
+            classes.map(|class| class.to_string()),
+            ["gradient", "exchange", "weight", "control"]
+        );
+        let wires = [Wire::F16, Wire::BF16, Wire::F32, Wire::F64];
+        assert_eq!(
+            wires.map(|wire| wire.to_string()),
+            ["f16", "bf16", "f32", "f64"]
+        );
+        let collectives = [
+            Collective::AllReduce,
+            Collective::Reduce,
+            Collective::ReduceScatter,
+            Collective::AllGather,
+            Collective::Broadcast,
+            Collective::Send,
+        ];
+        let words = [
+            "all-reduce",
+            "reduce",
+            "reduce-scatter",
+            "all-gather",
+            "broadcast",
+            "send",
+        ];
+        assert_eq!(collectives.map(|collective| collective.to_string()), words);
+    }
 }

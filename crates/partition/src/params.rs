@@ -306,6 +306,10 @@ mod tests {
         assert_eq!(params.matrices_of(ParamId(1)).len(), 0);
         assert_eq!(params.get(ParamId(0)).group(), UpdateGroup::Muon);
         assert_eq!(params.get(ParamId(1)).group(), UpdateGroup::AdamW);
+        assert_eq!(
+            [UpdateGroup::Muon, UpdateGroup::AdamW].map(|group| group.to_string()),
+            ["muon", "adamw"]
+        );
     }
 
     #[test]

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use polarshard_comm::{Communicator, Pending, Request};
 use polarshard_partition::{Class, Rank, WorldSize};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 #[derive(Debug)]
 pub(crate) struct Channel {
@@ -36,8 +36,11 @@ impl Channel {
         self.issued
     }
 
+    /// Starts a request. An error ends the optimizer, even one that the communicator survives: this rank is a request
+    /// behind the others.
     pub(crate) fn start(&mut self, request: Request) -> Result<Pending> {
-        let pending = self.comm.start(request)?;
+        let started = self.comm.start(request);
+        let pending = started.map_err(|error| Error::from(error).ending())?;
         self.issued += 1;
         Ok(pending)
     }

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use candle_core::{DType, DeviceLocation};
+use candle_core::{DType, Device, DeviceLocation};
 use polarshard_muon::{AdamWConfig, MuonConfig, Rules};
 use polarshard_partition::{Costs, Placement, Policy, Route, Stage};
 
@@ -90,9 +90,10 @@ impl Config {
         }
     }
 
-    pub(crate) fn validate(&self, world: usize) -> Result<()> {
-        self.muon.validate()?;
-        self.adamw.validate()?;
+    pub(crate) fn validate(&self, world: usize, device: &Device) -> Result<()> {
+        hyper_parameters(&self.muon, &self.adamw, device)?;
+        // The other group's rate is kept in proportion to it.
+        positive("muon.lr", self.muon.lr)?;
         positive("loss_scale", self.loss_scale)?;
         if let Some(clip) = self.clip {
             positive("clip", clip)?;
@@ -113,6 +114,17 @@ impl Config {
             _ => Ok(()),
         }
     }
+}
+
+/// Checks what may change between steps, for weights on a device.
+pub(crate) fn hyper_parameters(
+    muon: &MuonConfig,
+    adamw: &AdamWConfig,
+    device: &Device,
+) -> Result<()> {
+    muon.validate()?;
+    adamw.validate()?;
+    Ok(muon.newton_schulz.check_device(device)?)
 }
 
 pub(crate) fn positive(field: &'static str, value: f64) -> Result<()> {

@@ -28,6 +28,9 @@ pub struct StepReport {
     /// The most bytes of unreduced gradients that this rank held at once: open buckets, one in flight, and the gradient
     /// being handed in.
     pub unreduced_peak: usize,
+    /// By how much that peak is over one open bucket a flat space, one in flight and one gradient: 0 where gradients
+    /// come in plan order.
+    pub unreduced_excess: usize,
 }
 
 /// Bytes that the optimizer holds on one rank.

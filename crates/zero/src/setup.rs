@@ -36,7 +36,7 @@ impl Setup {
     ) -> Result<Self> {
         let device = device_of(weights, &config)?;
         let world = channel.world();
-        config.validate(world.get())?;
+        config.validate(world.get(), &device)?;
         let routing = routing(weights, &config)?;
         let params = parameters(weights, &routing, &config)?;
         if let Some(costs) = config.planned {

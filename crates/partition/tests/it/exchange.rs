@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use polarshard_partition::{
-    ExchangeKind, MatrixId, ParamId, Plan, Policy, Rank, RankExchange, Route, UpdateGroup,
+    ExchangeKind, MatrixId, ParamId, Piece, Plan, Policy, Rank, RankExchange, Route, UpdateGroup,
     strategies,
 };
 use proptest::prelude::*;
@@ -50,7 +50,7 @@ fn deliver(plan: &Plan, kind: ExchangeKind) -> Vec<BTreeMap<Element, Rank>> {
             );
         }
         for parcel in &exchange.receives {
-            let contents = |pieces: &[polarshard_partition::Piece]| {
+            let contents = |pieces: &[Piece]| {
                 pieces
                     .iter()
                     .map(|piece| (piece.param, piece.span))

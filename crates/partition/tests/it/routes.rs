@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use polarshard_partition::{
     BucketPlan, Layout, ParamId, Params, Place, Placement, Plan, Policy, Rank, Reduction, Route,
-    strategies,
+    Span, strategies,
 };
 use proptest::prelude::*;
 
@@ -173,7 +173,7 @@ proptest! {
         let oracle = Oracle::new(plan.params(), plan.layout());
         for content in plan.buckets() {
             let contents = contents(content);
-            let all = polarshard_partition::Span::new(0, content.len);
+            let all = Span::new(0, content.len);
             match plan.route() {
                 Route::AllReduce | Route::BucketAllReduce => prop_assert_eq!(&content.ops, &[Reduction::AllReduce(all)]),
                 Route::ReduceScatter if native(&plan) => prop_assert_eq!(&content.ops, &[Reduction::ReduceScatter(all)]),
@@ -187,7 +187,7 @@ proptest! {
                             Some(Reduction::AllReduce(span)) if shared => span.end += 1,
                             Some(Reduction::Reduce { span, root }) if !shared && *root == owner => span.end += 1,
                             _ => {
-                                let span = polarshard_partition::Span::of_len(place, 1);
+                                let span = Span::of_len(place, 1);
                                 expected.push(if shared { Reduction::AllReduce(span) } else { Reduction::Reduce { span, root: owner } });
                             }
                         }

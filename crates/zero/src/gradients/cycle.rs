@@ -60,6 +60,12 @@ impl Cycle {
             .get_or_insert_with(|| (self.done, error.clone()));
     }
 
+    /// Whether an error was met that ends the optimizer.
+    pub(super) fn has_ended(&self) -> bool {
+        let failed = self.failed.as_ref();
+        failed.is_some_and(|(_, error)| error.is_fatal())
+    }
+
     /// Whether an error was met in this step.
     pub(crate) fn has_failed(&self) -> bool {
         self.failed.is_some()

@@ -4,6 +4,7 @@
 //! order: bucket k once it is full and bucket k-1 has been issued, whatever the order of arrival, so that all ranks
 //! issue the same collectives. At most one reduction is in flight.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
@@ -72,7 +73,7 @@ impl Intake {
         let uses = lanes.iter().map(|lane| (lane.space, lane.wire, lane.len));
         Ok(Self {
             reduced: Reduced::new(&plan, channel.rank(), &setup.device)?,
-            held: Held::default(),
+            held: Held::new(bound(&lanes, &weights)),
             stage: config.stage,
             accumulate: config.accumulate.get(),
             overlap: config.overlap,
@@ -155,7 +156,8 @@ impl Intake {
         {
             self.fail(&missing);
         }
-        let flushed = if self.fills_wire() {
+        // After a collective that failed there is nobody to reduce with.
+        let flushed = if self.fills_wire() && !self.cycle.has_ended() {
             self.flush()
         } else {
             Ok(())
@@ -180,7 +182,7 @@ impl Intake {
             self.cycle.arrived.fill(false);
             self.flush()?;
         }
-        self.cycle.done = self.accumulate;
+        // The count stays what it is: ranks that differ in it find out at the boundary.
         Ok(())
     }
 
@@ -399,6 +401,21 @@ impl Intake {
         )?;
         self.write(bucket, piece.at, &zeros)
     }
+}
+
+/// One open bucket a flat space, one in flight, and one gradient, in bytes.
+fn bound(lanes: &[Lane], weights: &[Weight]) -> usize {
+    let mut longest = BTreeMap::new();
+    for lane in lanes {
+        let bytes = lane.len * lane.wire.bytes();
+        let known = longest.entry(lane.space).or_insert(bytes);
+        *known = bytes.max(*known);
+    }
+    let gradients = weights
+        .iter()
+        .map(|weight| weight.elems() * weight.dtype.size_in_bytes());
+    let in_flight = longest.values().max().copied().unwrap_or_default();
+    longest.values().sum::<usize>() + in_flight + gradients.max().unwrap_or_default()
 }
 
 fn operation(reduction: &Reduction) -> Op {

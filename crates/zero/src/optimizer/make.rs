@@ -7,7 +7,7 @@ use candle_core::Var;
 use candle_nn::VarMap;
 use polarshard_comm::Communicator;
 
-use super::{Source, ZeroOptimizer};
+use super::{Rates, Source, ZeroOptimizer};
 use crate::channel::Channel;
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -116,6 +116,10 @@ impl ZeroOptimizer {
             plan,
             routing,
             stepper,
+            rates: Rates {
+                muon: config.muon.lr,
+                adamw: config.adamw.lr,
+            },
             config,
             steps: 0,
             ended: None,

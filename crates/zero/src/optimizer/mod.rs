@@ -38,8 +38,16 @@ pub struct ZeroOptimizer {
     routing: RoutingTable,
     stepper: Stepper,
     config: Config,
+    rates: Rates,
     steps: u64,
     ended: Option<Arc<Error>>,
+}
+
+/// The learning rates that were set last by themselves, whose ratio schedules keep.
+#[derive(Debug, Clone, Copy)]
+struct Rates {
+    muon: f64,
+    adamw: f64,
 }
 
 /// Where gradients come from.

@@ -3,8 +3,8 @@
 use polarshard_muon::{AdamWConfig, MuonConfig, RoutingTable};
 use polarshard_partition::{Plan, Rank, Terms, WorldSize};
 
-use super::ZeroOptimizer;
-use crate::config::positive;
+use super::{Rates, ZeroOptimizer};
+use crate::config::{hyper_parameters, positive};
 use crate::error::Result;
 use crate::report::MemoryUse;
 use crate::setup;
@@ -18,12 +18,13 @@ impl ZeroOptimizer {
     /// Sets the learning rate of the group `muon`; that of `adamw` keeps its ratio to it.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for a rate that is not positive and finite: with zero the ratio would be lost.
+    /// A rate out of its range in either group; nothing is set then.
     pub fn set_learning_rate(&mut self, lr: f64) -> Result<()> {
-        positive("lr", lr)?;
-        self.config.adamw.lr *= lr / self.config.muon.lr;
-        self.config.muon.lr = lr;
-        Ok(())
+        let (mut muon, mut adamw) = (self.config.muon.clone(), self.config.adamw);
+        muon.lr = lr;
+        // By the rates as configured: they come back exactly, and a rate does not depend on those before it.
+        adamw.lr = self.rates.adamw * (lr / self.rates.muon);
+        self.replace(muon, adamw)
     }
 
     /// The hyper-parameters of both groups.
@@ -34,10 +35,21 @@ impl ZeroOptimizer {
     /// Replaces the hyper-parameters of both groups.
     ///
     /// # Errors
-    /// A value out of its range; nothing is replaced then.
+    /// A value out of its range, and [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a rate of zero for `muon`, to which there is no ratio;
+    /// nothing is replaced then.
     pub fn set_hyper_parameters(&mut self, muon: MuonConfig, adamw: AdamWConfig) -> Result<()> {
-        muon.validate()?;
-        adamw.validate()?;
+        positive("muon.lr", muon.lr)?;
+        let rates = Rates {
+            muon: muon.lr,
+            adamw: adamw.lr,
+        };
+        self.replace(muon, adamw)?;
+        self.rates = rates;
+        Ok(())
+    }
+
+    fn replace(&mut self, muon: MuonConfig, adamw: AdamWConfig) -> Result<()> {
+        hyper_parameters(&muon, &adamw, self.weights[0].values().device())?;
         (self.config.muon, self.config.adamw) = (muon, adamw);
         Ok(())
     }
@@ -50,7 +62,7 @@ impl ZeroOptimizer {
     /// Sets the loss scale, between steps.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] for a scale that is not positive and finite.
+    /// [`Error::InvalidConfig`](crate::Error::InvalidConfig) for a scale that is not positive and finite.
     pub fn set_loss_scale(&mut self, scale: f64) -> Result<()> {
         positive("loss_scale", scale)?;
         self.config.loss_scale = scale;

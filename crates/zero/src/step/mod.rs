@@ -65,7 +65,7 @@ impl Stepper {
         config: &Config,
         steps: u64,
     ) -> Result<StepReport> {
-        let unreduced_peak = intake.held.peak();
+        let (unreduced_peak, unreduced_excess) = (intake.held.peak(), intake.held.excess());
         let decision = self.decide(intake, config, steps);
         let (rank, step) = (intake.channel.rank(), steps + 1);
         let report = match decision {
@@ -83,6 +83,7 @@ impl Stepper {
                 clip_factor: 1.0,
                 orthogonalized: 0,
                 unreduced_peak,
+                unreduced_excess,
             }),
             Ok(Decision::Apply(verdict)) => {
                 let (gradient_norm, clip_factor) = norm(&verdict, config);
@@ -97,6 +98,7 @@ impl Stepper {
                     clip_factor,
                     orthogonalized,
                     unreduced_peak,
+                    unreduced_excess,
                 })
             }
         };

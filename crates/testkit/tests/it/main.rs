@@ -1,0 +1,19 @@
+//! The whole of polarshard, through its public interfaces.
+
+mod accumulation;
+mod bad_gradients;
+mod bad_models;
+mod bad_settings;
+mod clipping;
+mod deepspeed;
+mod faults;
+mod golden;
+mod matrix;
+mod optional;
+mod overflow;
+mod param_store;
+mod partial_reduction;
+mod policies;
+mod schedules;
+mod support;
+mod weighted;

@@ -1,0 +1,209 @@
+//! Gradients that are not finite, and scales that keep them so.
+
+use anyhow::{Result, ensure};
+use candle_core::{DType, Tensor};
+use polarshard_partition::{Placement, Route, Stage};
+use polarshard_testkit::harness::Worker;
+use polarshard_testkit::model::{Draw, Model, StepGradients};
+use polarshard_zero::{Config, Outcome, StepReport};
+
+use crate::support::{config, count, index, same_bits, sharded, trained, unsharded, world};
+
+const WORLD: usize = 4;
+const BAD: [f32; 3] = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
+
+/// A step in which one element on one rank is `bad`.
+fn spoiled(model: &Model, name: &str, bad: f32) -> Result<StepGradients> {
+    const RANK: usize = 2;
+    let mut step = model.gradients(Draw::Integers, 8, 1, 1, WORLD)?;
+    let at = index(model, name)?;
+    let Some(gradient) = &mut step[0][RANK].gradients[at] else {
+        anyhow::bail!("no gradient")
+    };
+    let mut values = polarshard_testkit::compare::values(gradient)?;
+    let last = values.len() - 1;
+    values[last] = bad;
+    *gradient = Tensor::from_vec(values, gradient.shape(), gradient.device())?;
+    Ok(step)
+}
+
+#[test]
+fn one_rank_skips_the_step_on_all() -> Result<()> {
+    let model = Model::everything();
+    let initial = model.initial(8)?;
+    let names = trained(&model, &initial);
+    let good = [
+        model.gradients(Draw::Integers, 8, 0, 1, WORLD)?,
+        model.gradients(Draw::Integers, 8, 2, 1, WORLD)?,
+    ];
+    for (placement, bad) in Placement::ALL.into_iter().zip(BAD) {
+        for (index, route) in Route::ALL.into_iter().enumerate() {
+            // In a matrix, and in a vector.
+            let name = ["blocks.1.wide.weight", "blocks.0.norm.weight"][index % 2];
+            let (stage, bad) = (Stage::ALL[index / 2], spoiled(&model, name, bad)?);
+            let config = Config {
+                placement,
+                route,
+                stage,
+                bucket_size: count(60),
+                ..config(&model)
+            };
+            let expected = unsharded(&names, &config, &good)?;
+            world(WORLD, |comm| -> Result<()> {
+                let mut worker = Worker::new(comm, &initial, &model.roles, config.clone())?;
+                worker.step(&good[0])?;
+                let before = worker.weights()?;
+                let report = worker.step(&bad)?;
+                ensure!(
+                    matches!(report.outcome, Outcome::Skipped { non_finite: 1 }),
+                    "{report:?}"
+                );
+                ensure!(
+                    report.step == 1 && worker.optimizer.steps() == 1,
+                    "a skipped step counts as none"
+                );
+                same_bits(&names, &worker.weights()?, &before)?;
+                // Momentum, moments and step counts are as before, too: the next step is the second.
+                let report = worker.step(&good[1])?;
+                ensure!(
+                    matches!(
+                        report,
+                        StepReport {
+                            step: 2,
+                            outcome: Outcome::Applied,
+                            ..
+                        }
+                    ),
+                    "{report:?}"
+                );
+                same_bits(&names, &worker.weights()?, &expected)?;
+                worker.optimizer.verify_replicas()?;
+                Ok(worker.optimizer.shutdown()?)
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Each gradient fits the f16 wire, the sum of four does not.
+#[test]
+fn an_f16_wire_has_room_for_the_sum() -> Result<()> {
+    let model = Model::everything();
+    let initial = model.initial(8)?;
+    let names = trained(&model, &initial);
+    let mut steps = [model.gradients(Draw::Integers, 8, 0, 1, WORLD)?];
+    for gradient in steps[0]
+        .iter_mut()
+        .flatten()
+        .flat_map(|micro_batch| micro_batch.gradients.iter_mut().flatten())
+    {
+        // From -2¹⁵ to 2¹⁵, exact in f16 before and after the sum.
+        *gradient = gradient.sign()?.affine(32768.0, 0.0)?;
+    }
+    for route in Route::ALL {
+        let config = Config {
+            route,
+            gradient_wire: Some(DType::F16),
+            ..config(&model)
+        };
+        let seen = sharded(WORLD, &model, &initial, &config, &steps)?;
+        ensure!(
+            seen[0].reports[0].outcome == Outcome::Applied,
+            "{:?}",
+            seen[0].reports[0]
+        );
+        same_bits(
+            &names,
+            &seen[0].weights[0],
+            &unsharded(&names, &config, &steps)?,
+        )?;
+        let norm = seen[0].reports[0].gradient_norm;
+        let expected = sharded(
+            WORLD,
+            &model,
+            &initial,
+            &Config {
+                gradient_wire: None,
+                ..config
+            },
+            &steps,
+        )?;
+        ensure!(
+            norm == expected[0].reports[0].gradient_norm,
+            "the norm is {norm} over an f16 wire"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn a_gradient_too_large_for_the_wire_skips_the_step() -> Result<()> {
+    let model = Model::everything();
+    let initial = model.initial(8)?;
+    let names = trained(&model, &initial);
+    let step = spoiled(&model, "blocks.0.up.weight", 1e6)?;
+    let config = Config {
+        gradient_wire: Some(DType::F16),
+        ..config(&model)
+    };
+    for seen in sharded(WORLD, &model, &initial, &config, &[step])? {
+        ensure!(
+            seen.reports[0].outcome == Outcome::Skipped { non_finite: 1 },
+            "{:?}",
+            seen.reports[0]
+        );
+        let before: Vec<_> = names.iter().map(|(_, tensor)| tensor.clone()).collect();
+        same_bits(&names, &seen.weights[0], &before)?;
+    }
+    Ok(())
+}
+
+/// Gradients of a scaled loss are divided by the scale that they were made with.
+#[test]
+fn the_loss_scale_leaves_no_trace() -> Result<()> {
+    const SCALES: [f64; 3] = [1024.0, 2048.0, 512.0];
+    let model = Model::everything();
+    let initial = model.initial(8)?;
+    let names = trained(&model, &initial);
+    let steps = (0..3)
+        .map(|step| Ok(model.gradients(Draw::Gaussian, 8, step, 1, WORLD)?))
+        .collect::<Result<Vec<_>>>()?;
+    let config = Config {
+        clip: Some(1.0),
+        loss_scale: SCALES[0],
+        ..config(&model)
+    };
+    let expected = sharded(
+        WORLD,
+        &model,
+        &initial,
+        &Config {
+            loss_scale: 1.0,
+            ..config.clone()
+        },
+        &steps,
+    )?;
+    world(WORLD, |comm| -> Result<()> {
+        let mut worker = Worker::new(comm, &initial, &model.roles, config.clone())?;
+        for (index, (scale, step)) in SCALES.into_iter().zip(&steps).enumerate() {
+            worker.optimizer.set_loss_scale(scale)?;
+            let mut step = step.clone();
+            for gradient in step
+                .iter_mut()
+                .flatten()
+                .flat_map(|micro_batch| micro_batch.gradients.iter_mut().flatten())
+            {
+                *gradient = (&*gradient * scale)?;
+            }
+            let report = worker.step(&step)?;
+            ensure!(
+                report.gradient_norm == expected[0].reports[index].gradient_norm,
+                "{report:?}"
+            );
+            ensure!(report.clip_factor < 1.0, "nothing was clipped");
+            same_bits(&names, &worker.weights()?, &expected[0].weights[index])?;
+        }
+        Ok(worker.optimizer.shutdown()?)
+    })?;
+    Ok(())
+}

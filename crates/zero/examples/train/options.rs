@@ -1,0 +1,176 @@
+//! The command line.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use clap::{Parser, ValueEnum};
+use polarshard_muon::{Method, Rule, Rules};
+use polarshard_partition::{Placement, Policy, Route, Stage, WorldSize};
+use polarshard_zero::Config;
+
+/// Trains a byte-level transformer on several ranks, which are threads of this process, with sharded Muon and AdamW.
+#[derive(Debug, Clone, Parser)]
+#[command(name = "train")]
+pub(crate) struct Options {
+    /// Ranks.
+    #[arg(long, default_value = "4")]
+    pub(crate) world: NonZeroUsize,
+    /// What is sharded: 1, optimizer state; 2, gradients too.
+    #[arg(long, default_value_t)]
+    pub(crate) stage: Stage,
+    /// Where parameters lie: striped, flat or whole.
+    #[arg(long, default_value_t)]
+    pub(crate) placement: Placement,
+    /// How gradients are reduced: all-reduce, bucket-all-reduce, reduce-to-owner or reduce-scatter.
+    #[arg(long, default_value_t)]
+    pub(crate) route: Route,
+    /// How split matrices get whole: copy-to-owners, exchange-update or assign-owner.
+    #[arg(long, default_value_t)]
+    pub(crate) policy: Policy,
+    /// Which Newton-Schulz products are used: auto, standard or gram.
+    #[arg(long, default_value_t)]
+    pub(crate) method: Method,
+    /// What trains the hidden matrices. Everything else is AdamW's in any case.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) optimizer: Hidden,
+    /// Steps.
+    #[arg(long, default_value = "120")]
+    pub(crate) steps: NonZeroUsize,
+    /// Micro-batches a step, on each rank.
+    #[arg(long, default_value = "2")]
+    pub(crate) accumulate: NonZeroUsize,
+    /// The size at which a bucket closes, in elements.
+    #[arg(long, default_value = "200000")]
+    pub(crate) bucket_size: NonZeroUsize,
+    /// Reduce buckets while the backward pass goes on (the default).
+    #[arg(long, overrides_with = "no_overlap")]
+    overlap: bool,
+    /// Let the backward pass wait for each bucket's reduction.
+    #[arg(long, overrides_with = "overlap")]
+    no_overlap: bool,
+    /// The greatest norm of the mean gradient; a greater one is scaled down to it.
+    #[arg(long)]
+    pub(crate) clip: Option<f64>,
+    /// The highest learning rate of Muon; a short warm-up leads to it, and a cosine from it.
+    #[arg(long, default_value_t = 0.02)]
+    pub(crate) lr: f64,
+    /// The highest learning rate of AdamW, on the same schedule.
+    #[arg(long, default_value_t = 0.004)]
+    pub(crate) adamw_lr: f64,
+    /// Decoupled weight decay of the hidden matrices.
+    #[arg(long, default_value_t = 0.0)]
+    pub(crate) weight_decay: f64,
+    /// Sequences in a micro-batch.
+    #[arg(long, default_value = "4")]
+    pub(crate) batch: NonZeroUsize,
+    /// Bytes that the model sees.
+    #[arg(long, default_value = "96")]
+    pub(crate) context: NonZeroUsize,
+    /// Transformer layers.
+    #[arg(long, default_value = "4")]
+    pub(crate) layers: NonZeroUsize,
+    /// Features of a position.
+    #[arg(long, default_value = "128")]
+    pub(crate) width: NonZeroUsize,
+    /// Attention heads.
+    #[arg(long, default_value = "4")]
+    pub(crate) heads: NonZeroUsize,
+    /// Seed of weights and batches.
+    #[arg(long, default_value_t = 42)]
+    pub(crate) seed: u64,
+    /// The text, of which the last tenth is held out. By default the sources and documents of this repository.
+    #[arg(long)]
+    pub(crate) text: Option<PathBuf>,
+    /// Where the pictures go.
+    #[arg(long, default_value = "target/train")]
+    pub(crate) out: PathBuf,
+    /// Train the same model unsharded, too, on the same batches, and compare the weights.
+    #[arg(long)]
+    pub(crate) compare: bool,
+}
+
+/// What trains the hidden matrices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub(crate) enum Hidden {
+    /// Muon.
+    #[default]
+    Muon,
+    /// AdamW.
+    Adamw,
+}
+
+impl Options {
+    /// The options given, checked as far as they speak of each other.
+    pub(crate) fn parsed() -> Result<Self> {
+        let options = Self::parse();
+        let (width, heads) = (options.width, options.heads);
+        ensure!(
+            width.get() % (2 * heads.get()) == 0,
+            "--width {width} must be a multiple of 2 x --heads {heads}: a head's features are rotated in pairs"
+        );
+        Ok(options)
+    }
+
+    /// How many ranks.
+    pub(crate) fn world(&self) -> Result<WorldSize> {
+        Ok(WorldSize::new(self.world.get())?)
+    }
+
+    /// What trains, in words.
+    pub(crate) fn optimizers(&self) -> &'static str {
+        match self.optimizer {
+            Hidden::Muon => "Muon and AdamW",
+            Hidden::Adamw => "AdamW",
+        }
+    }
+
+    /// Which parameters are Muon's. Q, K and V are one weight and three matrices.
+    pub(crate) fn rules(&self) -> Rules {
+        match self.optimizer {
+            Hidden::Muon => {
+                Rules::new().with("*.qkv.weight", Rule::SplitRows(vec![self.width.get(); 3]))
+            }
+            Hidden::Adamw => Rules::new().with("*", Rule::AdamW),
+        }
+    }
+
+    /// The settings of the sharded optimizer.
+    pub(crate) fn config(&self) -> Config {
+        let mut config = Config {
+            stage: self.stage,
+            placement: self.placement,
+            route: self.route,
+            policy: self.policy,
+            bucket_size: self.bucket_size,
+            accumulate: self.accumulate,
+            overlap: !self.no_overlap,
+            clip: self.clip,
+            rules: self.rules(),
+            ..Config::default()
+        };
+        config.muon.lr = self.lr;
+        config.muon.weight_decay = self.weight_decay;
+        config.muon.newton_schulz.method = self.method;
+        config.adamw.lr = self.adamw_lr;
+        if self.optimizer == Hidden::Adamw {
+            config.adamw.weight_decay = self.weight_decay;
+        }
+        config
+    }
+
+    /// Muon's learning rate in a step, counted from 0: up in a line over a tenth of the steps, down to a twentieth in a
+    /// cosine.
+    pub(crate) fn learning_rate(&self, step: usize) -> f64 {
+        const LOWEST: f64 = 0.05;
+        let warm_up = self.steps.get().div_ceil(10);
+        let rest = (self.steps.get() - warm_up).max(1);
+        let factor = if step < warm_up {
+            (step + 1) as f64 / warm_up as f64
+        } else {
+            let done = (step - warm_up) as f64 / rest as f64;
+            LOWEST + (1.0 - LOWEST) * (1.0 + (std::f64::consts::PI * done).cos()) / 2.0
+        };
+        self.lr * factor
+    }
+}

@@ -1,0 +1,24 @@
+//! How far a run is, while it goes on.
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::options::Options;
+
+/// A bar over the steps, drawn on a terminal only; of several ranks, one shows it.
+pub(crate) fn bar(options: &Options, shown: bool) -> ProgressBar {
+    if !shown {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new(options.steps.get() as u64);
+    let template = "{bar:40} step {pos} of {len}, loss {msg}, {elapsed} ({eta} left)";
+    match ProgressStyle::with_template(template) {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
+
+/// One step further, with its loss.
+pub(crate) fn advance(bar: &ProgressBar, loss: f64) {
+    bar.set_message(format!("{loss:.3}"));
+    bar.inc(1);
+}
