@@ -2,7 +2,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 
 use crate::weights::Weights;
-use crate::{AdamWConfig, Error, adamw_update};
+use crate::{AdamWConfig, Error, adamw_update, survey_all};
 
 /// The parameters that AdamW trains, and their moments.
 #[derive(Debug)]
@@ -50,13 +50,19 @@ impl AdamWGroup {
     pub(crate) fn prepare(&self, grads: &GradStore) -> Result<Vec<Pending>, Error> {
         self.config.validate()?;
         let mut pending = Vec::new();
+        let mut gradients = Vec::new();
         for (parameter, Parameter { weights, .. }) in self.parameters.iter().enumerate() {
             if let Some(gradient) = weights.gradient(grads)? {
+                gradients.push(gradient.clone());
                 pending.push(Pending {
                     parameter,
                     gradient,
                 });
             }
+        }
+        for (pending, found) in pending.iter().zip(survey_all(&gradients)?) {
+            let weights = &self.parameters[pending.parameter].weights;
+            weights.check_finite(found.non_finite)?;
         }
         Ok(pending)
     }

@@ -7,10 +7,14 @@
 //! | part | what it does |
 //! |---|---|
 //! | [`NewtonSchulz`] | orthogonalizes matrices, alone or batched by shape |
-//! | [`momentum_update`], [`apply_update`], [`adamw_update`], [`survey()`] | the element-wise steps, each in one pass, on any slice of a parameter |
+//! | [`accumulate`], [`momentum_update`], [`apply_update`], [`adamw_update`], [`survey()`] | the element-wise steps, each in one pass, on any slice of a parameter |
 //! | [`UpdateScale`] | how large an update is, by the shape of its matrix |
 //! | [`Rules`] | which parameter is Muon's, and of which matrices it is made |
 //! | [`Muon`], [`MuonWithAdamW`] | optimizers of one device, built of these |
+//!
+//! Everything runs where its tensors are: on a CPU, and with the feature `cuda` on NVIDIA devices,
+//! whose stream it leaves only to read a [`Survey`]. To build that feature needs `nvcc`, which is
+//! looked for in `CUDA_HOME` and on the `PATH`; `CUDA_COMPUTE_CAP` (default 80) says for which devices.
 //!
 //! The parts know nothing of ranks or shards: the element-wise steps are linear or local, so that a
 //! caller who owns slices of parameters can run them on slices, and needs whole matrices for
@@ -48,6 +52,9 @@
 mod adamw_group;
 mod coefficients;
 mod config;
+#[cfg(feature = "cuda")]
+#[expect(unsafe_code, reason = "kernels and cuBLAS are called with addresses")]
+mod cuda;
 mod elementwise;
 mod error;
 mod iteration;
@@ -56,6 +63,8 @@ mod muon_group;
 mod newton_schulz;
 mod normalize;
 mod optimizer;
+mod precision;
+mod products;
 mod routing;
 mod rules;
 mod scale;
@@ -64,12 +73,13 @@ mod weights;
 
 pub use coefficients::{Coefficients, CustomCoefficients};
 pub use config::{AdamWConfig, MuonConfig, MuonWithAdamWConfig};
-pub use elementwise::{adamw_update, apply_update, momentum_update};
+pub use elementwise::{accumulate, adamw_update, apply_update, momentum_update};
 pub use error::Error;
 pub use method::Method;
 pub use newton_schulz::NewtonSchulz;
 pub use optimizer::{Muon, MuonWithAdamW, MuonWithAdamWGroups};
+pub use precision::Precision;
 pub use routing::{Decision, MatrixShape, Reason, Routed, RoutingTable};
 pub use rules::{Rule, Rules};
 pub use scale::UpdateScale;
-pub use survey::{Survey, survey};
+pub use survey::{Survey, survey, survey_all};

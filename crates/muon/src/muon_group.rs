@@ -2,7 +2,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 
 use crate::weights::Weights;
-use crate::{Error, MatrixShape, MuonConfig, apply_update, momentum_update, survey};
+use crate::{Error, MatrixShape, MuonConfig, apply_update, momentum_update, survey_all};
 
 /// The parameters that Muon trains, and their momenta.
 #[derive(Debug)]
@@ -58,6 +58,7 @@ impl MuonGroup {
     pub(crate) fn prepare(&self, grads: &GradStore) -> Result<Vec<Pending<'_>>, Error> {
         self.config.validate()?;
         let mut pending = Vec::new();
+        let mut gradients = Vec::new();
         for Parameter {
             weights,
             matrices,
@@ -70,21 +71,25 @@ impl MuonGroup {
             for &shape in matrices {
                 let slice = |x: &Tensor| x.narrow(0, shape.offset, shape.elem_count());
                 let gradient = slice(&gradient)?;
-                // Momentum alone would step as far as ever: what is orthogonalized has no scale.
-                if !survey(&gradient)?.non_zero {
-                    continue;
-                }
-                let (master, momentum) = (slice(weights.master())?, slice(momentum)?);
+                gradients.push(gradient.clone());
                 pending.push(Pending {
                     shape,
-                    weights: master,
-                    momentum,
+                    weights: slice(weights.master())?,
+                    momentum: slice(momentum)?,
                     gradient,
                     parameter: weights,
                 });
             }
         }
-        Ok(pending)
+        let surveyed: Vec<_> = pending.into_iter().zip(survey_all(&gradients)?).collect();
+        // A parameter's matrices hold all of its elements.
+        for same in surveyed.chunk_by(|(a, _), (b, _)| std::ptr::eq(a.parameter, b.parameter)) {
+            let non_finite = same.iter().map(|(_, found)| found.non_finite).sum();
+            same[0].0.parameter.check_finite(non_finite)?;
+        }
+        // Momentum alone would step as far as ever: what is orthogonalized has no scale.
+        let updated = surveyed.into_iter().filter(|(_, found)| found.non_zero);
+        Ok(updated.map(|(pending, _)| pending).collect())
     }
 
     pub(crate) fn apply(&self, pending: &[Pending<'_>]) -> Result<(), Error> {

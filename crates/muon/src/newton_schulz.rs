@@ -1,9 +1,9 @@
 use std::collections::BTreeMap;
 
-use candle_core::{D, DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
-use crate::normalize::normalize;
-use crate::{Coefficients, Error, Method, iteration};
+use crate::normalize::{normalize, widen_transposed};
+use crate::{Coefficients, Error, Method, Precision, iteration};
 
 /// Newton-Schulz: takes the singular values of a matrix close to 1 and leaves its singular vectors.
 ///
@@ -12,7 +12,9 @@ use crate::{Coefficients, Error, Method, iteration};
 /// So an input may be of any magnitude, a zero matrix gives exactly zero, and one matrix of a stack
 /// has no influence on the others. A matrix with an element that is not finite becomes NaN.
 ///
-/// A matrix gives the same bits alone and in any stack, and under any number of threads.
+/// A matrix gives the same bits at every run. On a CPU they are the same alone and in any stack, and
+/// under any number of threads; on a CUDA device the products are cuBLAS's, which may take another
+/// kernel for another number of matrices.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -35,18 +37,18 @@ pub struct NewtonSchulz {
     pub coefficients: Coefficients,
     /// How many steps; at least 1.
     pub steps: usize,
-    /// The precision of the products' results; sums are in f32. On a CPU, f32.
-    pub iterate: DType,
+    /// The precision of the products' results; sums are in f32.
+    pub iterate: Precision,
 }
 
 impl Default for NewtonSchulz {
-    /// Five Keller Jordan steps in f32, by the cheaper method.
+    /// Five Keller Jordan steps in the device's precision, by the cheaper method.
     fn default() -> Self {
         Self {
             method: Method::default(),
             coefficients: Coefficients::default(),
             steps: 5,
-            iterate: DType::F32,
+            iterate: Precision::default(),
         }
     }
 }
@@ -60,14 +62,27 @@ impl NewtonSchulz {
     /// [`Error::NotAMatrix`] for another number of dimensions, [`Error::DType`] for another dtype,
     /// [`Error::IterateDType`] where the device cannot iterate in the precision asked for.
     pub fn orthogonalize(&self, x: &Tensor) -> Result<Tensor, Error> {
-        let (stack, shape) = match x.rank() {
-            2 => (x.unsqueeze(0)?, x.shape()),
-            3 => (x.clone(), x.shape()),
+        let (rows, cols) = match *x.dims() {
+            [rows, cols] | [_, rows, cols] => (rows, cols),
             _ => return Err(not_a_matrix("2 or 3 dimensions", x)),
         };
         self.check_operand(x)?;
-        let wide = self.iterate(&Oriented::new(&stack)?)?;
-        Ok(wide.contiguous()?.reshape(shape)?)
+        let matrices = plain(x)?;
+        if x.elem_count() == 0 {
+            return Ok(matrices);
+        }
+        let matrices = matrices.reshape(((), rows, cols))?;
+        let matrices = (0..matrices.dim(0)?)
+            .map(|index| matrices.get(index))
+            .collect::<Result<Vec<_>, _>>()?;
+        let (wide, tall): (&[_], &[_]) = if rows > cols {
+            (&[], &matrices)
+        } else {
+            (&matrices, &[])
+        };
+        let (wide, tall) = self.iterate(wide, tall, sides(rows, cols))?;
+        let results = wide.or(tall).expect("there is at least one matrix");
+        Ok(results.reshape(x.shape())?)
     }
 
     /// Orthogonalizes matrices `(rows, cols)` of any mix of shapes, in one batch for each shape and
@@ -76,28 +91,31 @@ impl NewtonSchulz {
     /// # Errors
     /// As [`Self::orthogonalize`], before any work is done.
     pub fn orthogonalize_all(&self, matrices: &[Tensor]) -> Result<Vec<Tensor>, Error> {
-        let mut groups: BTreeMap<(usize, usize), Vec<(usize, Oriented)>> = BTreeMap::new();
-        for (index, x) in matrices.iter().enumerate() {
+        for x in matrices {
             if x.rank() != 2 {
                 return Err(not_a_matrix("2 dimensions", x));
             }
             self.check_operand(x)?;
-            let oriented = Oriented::new(x)?;
-            groups
-                .entry(oriented.sides()?)
-                .or_default()
-                .push((index, oriented));
         }
         let mut results: Vec<Option<Tensor>> = vec![None; matrices.len()];
-        for group in groups.values() {
-            let wides: Vec<_> = group.iter().map(|(_, oriented)| &oriented.wide).collect();
-            let stack = Oriented {
-                wide: Tensor::stack(&wides, 0)?,
-                transposed: false,
-            };
-            let stack = self.iterate(&stack)?;
-            for (place, (index, oriented)) in group.iter().enumerate() {
-                results[*index] = Some(oriented.restore(&stack.get(place)?)?.contiguous()?);
+        let mut groups: BTreeMap<(usize, usize), [Turned; 2]> = BTreeMap::new();
+        for (index, x) in matrices.iter().enumerate() {
+            let (rows, cols) = x.dims2()?;
+            if x.elem_count() == 0 {
+                results[index] = Some(plain(x)?);
+                continue;
+            }
+            let [wide, tall] = groups.entry(sides(rows, cols)).or_default();
+            let turned = if rows > cols { tall } else { wide };
+            turned.matrices.push(plain(x)?);
+            turned.indices.push(index);
+        }
+        for (sides, [wide, tall]) in groups {
+            let stacks = self.iterate(&wide.matrices, &tall.matrices, sides)?;
+            for (stack, turned) in [(stacks.0, wide), (stacks.1, tall)] {
+                for (place, index) in turned.indices.into_iter().enumerate() {
+                    results[index] = stack.as_ref().map(|stack| stack.get(place)).transpose()?;
+                }
             }
         }
         Ok(results
@@ -150,19 +168,35 @@ impl NewtonSchulz {
         segments * 4 * n * n * m + squares * n * n * n
     }
 
-    /// Runs the iteration on a stack and gives it back in its first orientation.
-    fn iterate(&self, stack: &Oriented) -> Result<Tensor, Error> {
-        if stack.wide.elem_count() == 0 {
-            return stack.restore(&stack.wide);
-        }
-        let (n, m) = stack.sides()?;
-        let x = normalize(&stack.wide)?.to_dtype(self.iterate)?;
+    /// Orthogonalizes matrices `wide`, n × m each with n ≤ m, and `tall`, m × n each, in one batch:
+    /// `NS(Xᵀ) = NS(X)ᵀ`, and the products of the short side are the small ones. Gives a contiguous
+    /// f32 stack of each kind that there is.
+    fn iterate(
+        &self,
+        wide: &[Tensor],
+        tall: &[Tensor],
+        (n, m): (usize, usize),
+    ) -> Result<(Option<Tensor>, Option<Tensor>), Error> {
+        let Some(first) = wide.first().or(tall.first()) else {
+            return Ok((None, None));
+        };
+        let x = normalize(wide, tall, (n, m), self.iterate.on(first.device()))?;
         let rows = self.coefficients.steps(self.steps);
         let x = match self.chosen(n, m) {
             Method::Gram => iteration::gram(x, &rows)?,
             Method::Auto | Method::Standard => iteration::standard(x, &rows)?,
         };
-        stack.restore(&x.to_dtype(DType::F32)?)
+        let part = |start, len| -> Result<Option<Tensor>, Error> {
+            Ok(if len > 0 {
+                Some(x.narrow(0, start, len)?)
+            } else {
+                None
+            })
+        };
+        let (wide, tall) = (part(0, wide.len())?, part(wide.len(), tall.len())?);
+        let wide = wide.map(|x| x.to_dtype(DType::F32)).transpose()?;
+        let tall = tall.map(|x| widen_transposed(&x)).transpose()?;
+        Ok((wide, tall))
     }
 
     fn check_operand(&self, x: &Tensor) -> Result<(), Error> {
@@ -183,52 +217,30 @@ impl NewtonSchulz {
     /// # Errors
     /// [`Error::IterateDType`] names both.
     pub fn check_device(&self, device: &Device) -> Result<(), Error> {
-        let supported = match device {
-            Device::Cpu => self.iterate == DType::F32,
-            _ => matches!(self.iterate, DType::F32 | DType::F16 | DType::BF16),
-        };
-        if supported {
-            Ok(())
-        } else {
-            Err(Error::IterateDType {
-                dtype: self.iterate,
-                device: device.location(),
-            })
+        let dtype = self.iterate.on(device);
+        if device.is_cpu() && dtype != DType::F32 {
+            let device = device.location();
+            return Err(Error::IterateDType { dtype, device });
         }
+        Ok(())
     }
 }
 
-/// Matrices turned so that they are not taller than wide: `NS(Xᵀ) = NS(X)ᵀ`, and the products of
-/// the short side are the small ones.
-struct Oriented {
-    /// Contiguous f32 without a graph.
-    wide: Tensor,
-    transposed: bool,
+/// Matrices of one shape, and where they were in a list.
+#[derive(Default)]
+struct Turned {
+    matrices: Vec<Tensor>,
+    indices: Vec<usize>,
 }
 
-impl Oriented {
-    fn new(x: &Tensor) -> Result<Self, Error> {
-        let transposed = x.dim(D::Minus2)? > x.dim(D::Minus1)?;
-        let x = x.detach().to_dtype(DType::F32)?;
-        let x = if transposed { x.t()? } else { x };
-        Ok(Self {
-            wide: x.contiguous()?,
-            transposed,
-        })
-    }
+/// The short and the long side.
+fn sides(rows: usize, cols: usize) -> (usize, usize) {
+    (rows.min(cols), rows.max(cols))
+}
 
-    /// The short and the long side.
-    fn sides(&self) -> Result<(usize, usize), Error> {
-        Ok((self.wide.dim(D::Minus2)?, self.wide.dim(D::Minus1)?))
-    }
-
-    fn restore(&self, wide: &Tensor) -> Result<Tensor, Error> {
-        Ok(if self.transposed {
-            wide.t()?
-        } else {
-            wide.clone()
-        })
-    }
+/// Contiguous f32 without a graph.
+fn plain(x: &Tensor) -> Result<Tensor, Error> {
+    Ok(x.detach().to_dtype(DType::F32)?.contiguous()?)
 }
 
 fn not_a_matrix(expected: &'static str, x: &Tensor) -> Error {
@@ -308,7 +320,7 @@ mod tests {
             Err(Error::DType { .. })
         ));
         let half = NewtonSchulz {
-            iterate: DType::F16,
+            iterate: Precision::F16,
             ..ns
         };
         let matrix = Tensor::ones((3, 3), DType::F32, cpu).unwrap();

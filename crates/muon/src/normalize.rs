@@ -1,13 +1,44 @@
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+//! Matrices into one normalized stack for the iteration, and out of it.
 
-/// Each matrix of a contiguous f32 stack `(batch, rows, cols)`, divided by its Frobenius norm.
+#[cfg(feature = "cuda")]
+use candle_core::Device;
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+
+#[cfg(feature = "cuda")]
+use crate::cuda;
+
+/// Matrices `wide`, n × m each, and `tall`, m × n each and turned over, as one stack
+/// `(wide + tall, n, m)` in `dtype`, each divided by its Frobenius norm. All are contiguous f32 on
+/// one device, with n and m at least 1.
 ///
 /// As computed, for each matrix: e is the exponent of its largest magnitude; every element is
 /// multiplied by 2⁻ᵉ, which is exact but for elements 2¹²⁶ times smaller than the largest; the
 /// norm is the root of the sum of their squares in f64, rounded to f32; every element is divided by
-/// it. A zero matrix stays zero; one that is not finite becomes NaN throughout.
-pub(crate) fn normalize(stack: &Tensor) -> Result<Tensor> {
-    stack.apply_op1_no_bwd(&Normalize)
+/// it, in f32. A zero matrix stays zero; one that is not finite becomes NaN throughout.
+pub(crate) fn normalize(
+    wide: &[Tensor],
+    tall: &[Tensor],
+    sides: (usize, usize),
+    dtype: DType,
+) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(Device::Cuda(device)) = wide.first().or(tall.first()).map(Tensor::device) {
+        return cuda::normalize(device, wide, tall, sides, dtype);
+    }
+    let turned = tall.iter().map(|x| x.t()?.contiguous());
+    let all = wide.iter().cloned().map(Ok).chain(turned);
+    let stack = Tensor::stack(&all.collect::<Result<Vec<_>>>()?, 0)?;
+    debug_assert_eq!(stack.dims()[1..], [sides.0, sides.1]);
+    stack.apply_op1_no_bwd(&Normalize)?.to_dtype(dtype)
+}
+
+/// A contiguous stack `(batch, n, m)` in f32, each matrix turned over: `(batch, m, n)`.
+pub(crate) fn widen_transposed(stack: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if stack.device().is_cuda() {
+        return cuda::widen_transposed(stack);
+    }
+    stack.t()?.contiguous()?.to_dtype(DType::F32)
 }
 
 struct Normalize;

@@ -1,13 +1,18 @@
+#[cfg(feature = "cuda")]
+use candle_core::Device;
 use candle_core::{
     CpuStorage, CustomOp1, DType, Layout, Result as CandleResult, Shape, Tensor, bail,
 };
 
 use crate::Error;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 
 /// What one pass over a tensor finds out.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Survey {
-    /// Σx², summed in f64 in the order of the elements; not finite if an element is not.
+    /// Σx² in f64, summed in the order of the elements on a CPU, in a fixed tree on a CUDA device;
+    /// not finite if an element is not.
     pub sum_of_squares: f64,
     /// How many elements are infinite or not a number.
     pub non_finite: u64,
@@ -20,21 +25,46 @@ pub struct Survey {
 /// # Errors
 /// [`Error::DType`] for another dtype.
 pub fn survey(x: &Tensor) -> Result<Survey, Error> {
-    if !matches!(
-        x.dtype(),
-        DType::F32 | DType::F16 | DType::BF16 | DType::F64
-    ) {
+    Ok(survey_all(std::slice::from_ref(x))?.swap_remove(0))
+}
+
+/// Surveys tensors, as [`survey()`] each by itself. The host waits for a device once, however many
+/// of its tensors there are.
+///
+/// # Errors
+/// [`Error::DType`] for the first tensor of another dtype, before any work is done.
+pub fn survey_all(tensors: &[Tensor]) -> Result<Vec<Survey>, Error> {
+    if let Some(other) = tensors.iter().find(|x| !is_float(x.dtype())) {
         return Err(Error::DType {
             what: "the surveyed tensor".to_owned(),
-            dtype: x.dtype(),
+            dtype: other.dtype(),
             expected: "f32, f16, bf16 or f64",
         });
     }
-    let found = x
-        .detach()
-        .contiguous()?
-        .apply_op1_no_bwd(&SurveyOp)?
-        .to_vec1::<f64>()?;
+    let tensors = tensors
+        .iter()
+        .map(|x| x.detach().contiguous())
+        .collect::<CandleResult<Vec<_>>>()?;
+    let mut found = Vec::with_capacity(tensors.len());
+    for on_one_device in tensors.chunk_by(|a, b| a.device().same_device(b.device())) {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(device) = on_one_device[0].device() {
+            found.extend(cuda::survey(device, on_one_device)?);
+            continue;
+        }
+        for x in on_one_device {
+            found.push(survey_one(x)?);
+        }
+    }
+    Ok(found)
+}
+
+fn is_float(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16 | DType::F64)
+}
+
+fn survey_one(x: &Tensor) -> Result<Survey, Error> {
+    let found = x.apply_op1_no_bwd(&SurveyOp)?.to_vec1::<f64>()?;
     let [sum_of_squares, non_finite, non_zero] = found[..] else {
         unreachable!("the operation yields three numbers");
     };
@@ -115,6 +145,20 @@ mod tests {
                 non_zero: true
             }
         );
+    }
+
+    #[test]
+    fn all_are_surveyed_in_order_or_none() {
+        let tensors: Vec<_> = [1.0f32, 0.0, 3.0]
+            .map(|x| Tensor::new(&[x], &Device::Cpu).unwrap())
+            .into();
+        let found = survey_all(&tensors).unwrap();
+        let squares: Vec<_> = found.iter().map(|found| found.sum_of_squares).collect();
+        assert_eq!(squares, [1.0, 0.0, 9.0]);
+        assert!(survey_all(&[]).unwrap().is_empty());
+        let integers = Tensor::new(&[1u32], &Device::Cpu).unwrap();
+        let mixed = [tensors[0].clone(), integers];
+        assert!(matches!(survey_all(&mixed), Err(Error::DType { .. })));
     }
 
     #[test]

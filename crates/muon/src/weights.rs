@@ -1,8 +1,8 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
+use crate::Error;
 use crate::elementwise::shares_storage;
-use crate::{Error, survey};
 
 /// A variable and its fp32 master, as one flat tensor.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ impl Weights {
         Ok(self.master.zeros_like()?)
     }
 
-    /// The gradient as a flat f32 tensor, checked, if there is one.
+    /// The gradient as a flat f32 tensor, if there is one; its values are still to be checked.
     pub(crate) fn gradient(&self, grads: &GradStore) -> Result<Option<Tensor>, Error> {
         let Some(gradient) = grads.get(&self.var) else {
             return Ok(None);
@@ -69,17 +69,21 @@ impl Weights {
             .to_dtype(DType::F32)?
             .contiguous()?
             .flatten_all()?;
-        let count = survey(&gradient)?.non_finite;
-        if count > 0 {
-            return Err(Error::NonFiniteGradient {
-                name: self.name.clone(),
-                count,
-            });
-        }
         if shares_storage(&gradient, &self.master) {
             return Ok(Some(gradient.copy()?));
         }
         Ok(Some(gradient))
+    }
+
+    /// Refuses a gradient with elements that are not finite.
+    pub(crate) fn check_finite(&self, non_finite: u64) -> Result<(), Error> {
+        match non_finite {
+            0 => Ok(()),
+            count => Err(Error::NonFiniteGradient {
+                name: self.name.clone(),
+                count,
+            }),
+        }
     }
 
     /// Rounds the master into the variable.

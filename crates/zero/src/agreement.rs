@@ -1,6 +1,6 @@
 //! Checks that all ranks were built alike, before the first gradient.
 
-use polarshard_muon::{AdamWConfig, MuonConfig};
+use candle_core::Device;
 use polarshard_partition::{Digest, DigestWriter, Plan};
 
 use crate::channel::Channel;
@@ -17,6 +17,7 @@ pub(crate) fn agree(
     config: &Config,
     weights: &[Weight],
     plan: &Plan,
+    device: &Device,
 ) -> Result<()> {
     compare(
         channel,
@@ -31,26 +32,25 @@ pub(crate) fn agree(
                 plan.digest(),
             ),
             ("stage, accumulation or gradient dtype", schedule(config)),
-            (
-                "hyper-parameters",
-                hyper_parameters(&config.muon, &config.adamw, config.clip, config.loss_scale),
-            ),
+            ("hyper-parameters", hyper_parameters(config, device)),
         ],
     )
 }
 
 /// A digest of everything a schedule may change.
-pub(crate) fn hyper_parameters(
-    muon: &MuonConfig,
-    adamw: &AdamWConfig,
-    clip: Option<f64>,
-    loss_scale: f64,
-) -> Digest {
+pub(crate) fn hyper_parameters(config: &Config, device: &Device) -> Digest {
+    let Config {
+        muon,
+        adamw,
+        clip,
+        loss_scale,
+        ..
+    } = config;
     let iteration = &muon.newton_schulz;
     let digest = DigestWriter::new()
         .str(&muon.scale.to_string())
         .str(&iteration.method.to_string())
-        .str(iteration.iterate.as_str())
+        .str(iteration.iterate.on(device).as_str())
         .u64(u64::from(muon.nesterov))
         .u64(clip.map_or(0, f64::to_bits));
     let coefficients = iteration.coefficients.steps(iteration.steps);
@@ -63,7 +63,7 @@ pub(crate) fn hyper_parameters(
             adamw.beta2,
             adamw.eps,
             adamw.weight_decay,
-            loss_scale,
+            *loss_scale,
         ])
         .fold(digest, |digest, value| digest.u64(value.to_bits()))
         .finish()

@@ -1,7 +1,16 @@
 //! Reads and writes of runs of one-dimensional tensors, in place through views.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
+use polarshard_muon::accumulate;
 use polarshard_partition::Span;
+
+/// A new one-dimensional tensor of zeros, empty or not: devices have no empty allocations.
+pub(crate) fn zeros(len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    view(
+        &Tensor::zeros(len.max(1), dtype, device)?,
+        Span::of_len(0, len),
+    )
+}
 
 /// The elements of a span, as a view.
 pub(crate) fn view(flat: &Tensor, span: Span) -> Result<Tensor> {
@@ -16,23 +25,21 @@ pub(crate) fn write(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
     flat.slice_set(&values.to_dtype(flat.dtype())?, 0, at)
 }
 
-/// Adds `values`, cast to the dtype of `flat`, at an offset.
-pub(crate) fn add(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
+/// Adds `values`, multiplied with a factor, to fp32 sums at an offset.
+pub(crate) fn add(flat: &Tensor, at: usize, values: &Tensor, factor: f64) -> Result<()> {
     if values.elem_count() == 0 {
         return Ok(());
     }
-    let span = Span::of_len(at, values.elem_count());
-    let sum = (view(flat, span)? + values.to_dtype(flat.dtype())?)?;
-    flat.slice_set(&sum, 0, at)
+    let sums = view(flat, Span::of_len(at, values.elem_count()))?;
+    Ok(accumulate(&sums, values, factor)?)
 }
 
 /// Writes zeros.
 pub(crate) fn zero(flat: &Tensor, span: Span) -> Result<()> {
-    write(
-        flat,
-        span.start,
-        &Tensor::zeros(span.len(), flat.dtype(), flat.device())?,
-    )
+    if span.is_empty() {
+        return Ok(());
+    }
+    view(flat, span)?.zero_set()
 }
 
 /// The product with a factor, in fp32 with one rounding; the values as they are where the factor is 1.

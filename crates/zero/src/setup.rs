@@ -41,7 +41,7 @@ impl Setup {
         let routing = routing(weights, &config)?;
         let params = parameters(weights, &routing, &config)?;
         if let Some(costs) = config.planned {
-            let terms = terms(&params, world, &config);
+            let terms = terms(&params, world, &config, &device);
             let best =
                 plan_best(&params, world, config.bucket_size, &terms, &costs)?.swap_remove(0);
             (config.placement, config.route, config.policy) =
@@ -49,7 +49,7 @@ impl Setup {
         }
         let layout = Layout::new(&params, world, config.placement, config.bucket_size)?;
         let plan = Arc::new(Plan::new(&params, layout, config.route, config.policy));
-        agreement::agree(channel, &config, weights, &plan)?;
+        agreement::agree(channel, &config, weights, &plan, &device)?;
         match config.broadcast_from {
             Some(root) => broadcast(channel, weights, root)?,
             None => replicas::verify(channel, weights)?,
@@ -64,12 +64,13 @@ impl Setup {
 }
 
 /// What a prediction of a step depends on beside its plan.
-pub(crate) fn terms(params: &Params, world: WorldSize, config: &Config) -> Terms {
+pub(crate) fn terms(params: &Params, world: WorldSize, config: &Config, device: &Device) -> Terms {
+    let results = config.muon.newton_schulz.iterate.on(device);
     Terms {
         stage: config.stage,
         accumulate: config.accumulate,
         gradient_wire: config.gradient_wire.and_then(dtypes::wire),
-        result_wire: dtypes::wire(config.muon.newton_schulz.iterate).unwrap_or(Wire::F32),
+        result_wire: dtypes::wire(results).unwrap_or(Wire::F32),
         control_elems: control_elems(params, world),
     }
 }

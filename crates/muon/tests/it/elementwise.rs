@@ -1,5 +1,7 @@
 use candle_core::{DType, Device, Tensor};
-use polarshard_muon::{AdamWConfig, Error, adamw_update, apply_update, momentum_update};
+use polarshard_muon::{
+    AdamWConfig, Error, accumulate, adamw_update, apply_update, momentum_update,
+};
 
 use crate::tensors::{bits, gaussian};
 
@@ -18,6 +20,44 @@ fn assert_close(got: &Tensor, expected: &[f64], bound: f64) {
             "element {i}: {got} for {expected}"
         );
     }
+}
+
+#[test]
+fn values_of_every_float_dtype_are_accumulated_into_a_view() {
+    let factor = 0.1;
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let buffer = gaussian(&[30], 1);
+        let values = gaussian(&[50], 2).to_dtype(dtype).unwrap();
+        let values = values.narrow(0, 7, 20).unwrap();
+        let exact = values.to_dtype(DType::F32).unwrap();
+        let mut expected = buffer.to_vec1::<f32>().unwrap();
+        for (s, x) in expected[4..24]
+            .iter_mut()
+            .zip(exact.to_vec1::<f32>().unwrap())
+        {
+            *s += factor as f32 * x;
+        }
+        accumulate(&buffer.narrow(0, 4, 20).unwrap(), &values, factor).unwrap();
+        assert_eq!(buffer.to_vec1::<f32>().unwrap(), expected, "{dtype:?}");
+    }
+}
+
+#[test]
+fn sums_are_f32_and_values_are_floats() {
+    let (sum, values) = (zeros(4), zeros(4));
+    let half = sum.to_dtype(DType::F16).unwrap();
+    let error = accumulate(&half, &values, 1.0).unwrap_err();
+    assert_eq!(error.to_string(), "the sum has dtype F16; expected f32");
+    let double = values.to_dtype(DType::F64).unwrap();
+    let error = accumulate(&sum, &double, 1.0).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the summand has dtype F64; expected f32, f16 or bf16"
+    );
+    let error = accumulate(&sum, &zeros(3), 1.0).unwrap_err();
+    assert_eq!(error.to_string(), "the summand has 3 elements; expected 4");
+    let error = accumulate(&sum, &sum.narrow(0, 0, 4).unwrap(), 1.0).unwrap_err();
+    assert!(matches!(error, Error::SharedStorage { .. }), "{error}");
 }
 
 #[test]

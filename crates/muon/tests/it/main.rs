@@ -5,6 +5,8 @@
     reason = "clippy.toml allows it in test functions, not in their helpers"
 )]
 
+#[cfg(feature = "cuda")]
+mod cuda;
 mod determinism;
 mod elementwise;
 mod newton_schulz;

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, DeviceLocation, Tensor, Var};
 use polarshard_comm::ranks::Outcome;
-use polarshard_muon::{Coefficients, Method, Rule, Rules, UpdateScale};
+use polarshard_muon::{Coefficients, Method, Precision, Rule, Rules, UpdateScale};
 use polarshard_partition::{Placement, Policy, Rank, Route, Stage, WorldSize};
 use polarshard_testkit::harness::{Worker, on_ranks};
 use polarshard_testkit::model::{Draw, Model};
@@ -164,7 +164,7 @@ fn offload_and_values_that_make_no_sense() -> Result<()> {
         (with(|config| config.adamw.lr = 1e39), "adamw.lr"),
         (with(|config| config.adamw.eps = 0.0), "adamw.eps"),
         (
-            with(|config| config.muon.newton_schulz.iterate = DType::F16),
+            with(|config| config.muon.newton_schulz.iterate = Precision::F16),
             "F16",
         ),
     ];

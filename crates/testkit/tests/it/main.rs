@@ -6,6 +6,8 @@ mod bad_models;
 mod bad_settings;
 mod checkpoint;
 mod clipping;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod deepspeed;
 mod faults;
 mod golden;

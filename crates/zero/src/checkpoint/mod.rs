@@ -259,32 +259,27 @@ fn gather(
     let parts: Vec<_> = (plan.layout().slices(param).iter())
         .filter_map(|slice| Some((slice.rank, slice.span.intersect(window)?)))
         .collect();
-    let mut whole = Fragments::new(device);
-    let buffer = Tensor::zeros(window.len(), DType::F32, device)?;
+    // On a device, reading a view to the host would read all that it is a view of.
+    let mut buffer = flat::zeros(window.len(), DType::F32, device)?;
     let mut ops = Vec::new();
     for (owner, part) in &parts {
         let span = Span::new(part.start - window.start, part.end - window.start);
+        if *owner == rank {
+            flat::write(&buffer, span.start, &own.read(param, *part)?)?;
+        }
         match (*owner == rank, writer == rank) {
-            (true, true) => whole.put(param, part.start, own.read(param, *part)?),
-            (true, false) => {
-                flat::write(&buffer, span.start, &own.read(param, *part)?)?;
-                ops.push(Op::Send { span, to: writer });
-            }
+            (true, false) => ops.push(Op::Send { span, to: writer }),
             (false, true) => ops.push(Op::Recv { span, from: *owner }),
-            (false, false) => {}
+            _ => {}
         }
     }
     if parts.iter().any(|(owner, _)| *owner != writer) {
-        let buffer = channel
+        buffer = channel
             .start(Request::new(Class::Exchange, buffer, ops))?
             .wait()?;
-        for (_, part) in parts.iter().filter(|(owner, _)| *owner != rank) {
-            let span = Span::new(part.start - window.start, part.end - window.start);
-            whole.put(param, part.start, flat::view(&buffer, span)?);
-        }
     }
     if writer == rank {
-        Ok(Some(whole.read(param, window)?.to_vec1()?))
+        Ok(Some(buffer.to_vec1()?))
     } else {
         Ok(None)
     }

@@ -38,7 +38,7 @@ impl Buffers {
             Some(whole) => whole,
             None => {
                 let (wire, longest) = self.longest[&space];
-                Tensor::zeros(longest, dtypes::dtype(wire), &self.device)?
+                flat::zeros(longest, dtypes::dtype(wire), &self.device)?
             }
         };
         let used = flat::view(&whole, Span::of_len(0, len))?;

@@ -277,8 +277,8 @@ impl Intake {
             if to_wire {
                 self.write(home.bucket, piece.at, &values)?;
             } else {
-                let values = flat::scaled(&values, self.cycle.current)?;
-                flat::add(self.local(home.bucket)?, piece.at, &values)?;
+                let factor = self.cycle.current;
+                flat::add(self.local(home.bucket)?, piece.at, &values, factor)?;
             }
         }
         if let Slot::Filling { arrived, .. } = &mut self.slots[home.bucket] {
@@ -298,11 +298,9 @@ impl Intake {
         let values = match &self.locals[bucket] {
             None => flat::scaled(values, current * lane.prescale)?,
             Some(local) => {
-                let earlier = flat::view(local, Span::of_len(at, values.elem_count()))?;
-                {
-                    let sum = (flat::scaled(values, current)?.to_dtype(DType::F32)? + earlier)?;
-                    flat::scaled(&sum, lane.prescale)?
-                }
+                flat::add(local, at, values, current)?;
+                let sums = flat::view(local, Span::of_len(at, values.elem_count()))?;
+                flat::scaled(&sums, lane.prescale)?
             }
         };
         Ok(flat::write(&buffer.used, at, &values)?)
@@ -312,7 +310,7 @@ impl Intake {
         let (len, device) = (self.lanes[bucket].len, self.weights[0].values().device());
         let local = &mut self.locals[bucket];
         if local.is_none() {
-            *local = Some(Tensor::zeros(len, DType::F32, device)?);
+            *local = Some(flat::zeros(len, DType::F32, device)?);
         }
         Ok(local.as_ref().expect("it was just made"))
     }
@@ -402,7 +400,7 @@ impl Intake {
     }
 
     fn write_absent(&mut self, bucket: usize, piece: Piece) -> Result<()> {
-        let zeros = Tensor::zeros(
+        let zeros = flat::zeros(
             piece.span.len(),
             DType::F32,
             self.weights[0].values().device(),

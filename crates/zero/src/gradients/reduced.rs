@@ -32,11 +32,11 @@ impl Reduced {
             match place {
                 Place::Shard { block, .. } if !shards.contains_key(&block) => {
                     let len = plan.layout().block(block).shard_len;
-                    shards.insert(block, Tensor::zeros(len, DType::F32, device)?);
+                    shards.insert(block, flat::zeros(len, DType::F32, device)?);
                 }
                 Place::Whole { param, .. } if !wholes.contains_key(&param) => {
                     let len = plan.params().get(param).elems();
-                    wholes.insert(param, Tensor::zeros(len, DType::F32, device)?);
+                    wholes.insert(param, flat::zeros(len, DType::F32, device)?);
                 }
                 _ => {}
             }
@@ -59,7 +59,7 @@ impl Reduced {
             };
             let values = flat::view(buffer, *from)?;
             if begun {
-                flat::add(target, at, &values)?;
+                flat::add(target, at, &values, 1.0)?;
             } else {
                 flat::write(target, at, &values)?;
             }

@@ -98,7 +98,12 @@ impl ZeroOptimizer {
 
     /// What a prediction of this optimizer's steps depends on beside its plan.
     pub fn terms(&self) -> Terms {
-        setup::terms(self.plan.params(), self.plan.layout().world(), &self.config)
+        setup::terms(
+            self.plan.params(),
+            self.plan.layout().world(),
+            &self.config,
+            self.stepper.shard.device(),
+        )
     }
 
     /// Bytes that this rank keeps from step to step, counted from the tensors.

@@ -1,6 +1,6 @@
 //! Swaps of slices between ranks: one parcel for each pair of ranks that have something for one another.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use polarshard_comm::{Op, Request};
 use polarshard_partition::{Class, RankExchange, Span};
 
@@ -17,7 +17,7 @@ pub(crate) fn exchange(
     device: &Device,
     fragments: &mut Fragments,
 ) -> Result<()> {
-    let buffer = Tensor::zeros(plan.len, dtype, device)?;
+    let buffer = flat::zeros(plan.len, dtype, device)?;
     for piece in plan.sends.iter().flat_map(|parcel| &parcel.pieces) {
         flat::write(&buffer, piece.at, &fragments.read(piece.param, piece.span)?)?;
     }

@@ -62,7 +62,7 @@ impl Fragments {
     }
 
     fn zeros(&self, len: usize) -> Result<Tensor> {
-        Ok(Tensor::zeros(len, DType::F32, &self.device)?)
+        Ok(flat::zeros(len, DType::F32, &self.device)?)
     }
 }
 

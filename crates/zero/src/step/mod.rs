@@ -10,6 +10,7 @@ mod update;
 
 use std::sync::Arc;
 
+use polarshard_muon::survey_all;
 use polarshard_partition::{DigestWriter, Params, Plan, WorldSize};
 
 use crate::agreement;
@@ -191,19 +192,22 @@ fn census(intake: &Intake, shard: &Shard, config: &Config, steps: u64) -> Result
     if cycle.has_failed() {
         return Ok(census);
     }
-    for slice in &shard.owned {
-        let gradient = intake
-            .reduced
-            .slice(slice.param, slice.span, slice.block, slice.at)?;
-        let survey = polarshard_muon::survey(&gradient)?;
+    let gradients = shard
+        .owned
+        .iter()
+        .map(|slice| {
+            let reduced = &intake.reduced;
+            reduced.slice(slice.param, slice.span, slice.block, slice.at)
+        })
+        .collect::<Result<Vec<_>>>()?;
+    for (slice, survey) in shard.owned.iter().zip(survey_all(&gradients)?) {
         census.sum_of_squares += survey.sum_of_squares / intake.prescale(slice.param).powi(2);
         census.non_finite += survey.non_finite;
         if let Some(matrix) = slice.matrix {
             census.non_zero[matrix.index()] |= survey.non_zero;
         }
     }
-    let hyper_parameters =
-        agreement::hyper_parameters(&config.muon, &config.adamw, config.clip, config.loss_scale);
+    let hyper_parameters = agreement::hyper_parameters(config, shard.device());
     let state = DigestWriter::new()
         .u64(steps)
         .u64(cycle.done as u64)

@@ -49,7 +49,7 @@ impl Shard {
     ) -> Result<Self> {
         let owned = owned(plan, rank);
         let masters = (plan.layout().blocks().iter())
-            .map(|block| Tensor::zeros(block.shard_len, DType::F32, device))
+            .map(|block| flat::zeros(block.shard_len, DType::F32, device))
             .collect::<candle_core::Result<Vec<_>>>()?;
         for slice in &owned {
             let values = flat::view(weights[slice.param.index()].values(), slice.span)?;
@@ -58,7 +58,7 @@ impl Shard {
         let mut full_momentum = BTreeMap::new();
         for param in plan.full_momentum(rank) {
             let elems = plan.params().get(param).elems();
-            full_momentum.insert(param, Tensor::zeros(elems, DType::F32, device)?);
+            full_momentum.insert(param, flat::zeros(elems, DType::F32, device)?);
         }
         // Of each kind one allocation: an operation cannot write two views of one storage.
         let in_full = |slice: &OwnedSlice| full_momentum.contains_key(&slice.param);
@@ -139,7 +139,7 @@ struct Runs {
 impl Runs {
     fn new(elems: usize, device: &Device) -> Result<Self> {
         Ok(Self {
-            all: Tensor::zeros(elems, DType::F32, device)?,
+            all: flat::zeros(elems, DType::F32, device)?,
             next: 0,
         })
     }

@@ -161,7 +161,7 @@ impl Shard {
             results.put(*param, matrix.span.start, result.flatten_all()?);
         }
         if self.plan().policy() == Policy::AssignOwner {
-            let dtype = muon.newton_schulz.iterate;
+            let dtype = muon.newton_schulz.iterate.on(self.device());
             self.swap(channel, ExchangeKind::Results, dtype, &mut results)?;
         }
         Ok((results, jobs.len()))

@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 use polarshard_partition::ParamId;
 
@@ -27,20 +28,30 @@ impl CustomOp1 for Hook {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        match self
-            .values
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
-        {
-            Some(values) => Ok((values, self.shape.clone())),
-            None => bail!("the weight `{}` was registered twice", self.name),
-        }
+        Ok((self.take()?, self.shape.clone()))
+    }
+
+    /// The values were drawn on the host, where every device draws the same, and go to the anchor's device.
+    fn cuda_fwd(&self, anchor: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        let values = anchor
+            .device()
+            .storage_from_cpu_storage_owned(self.take()?)?;
+        Ok((values, self.shape.clone()))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         self.socket
             .deliver(self.param.get().copied(), &self.name, gradient)?;
         Ok(None)
+    }
+}
+
+impl Hook {
+    fn take(&self) -> Result<CpuStorage> {
+        let mut values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
+        match values.take() {
+            Some(values) => Ok(values),
+            None => bail!("the weight `{}` was registered twice", self.name),
+        }
     }
 }

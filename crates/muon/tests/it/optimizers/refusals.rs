@@ -2,7 +2,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Optimizer;
 use polarshard_muon::{
     Coefficients, Muon, MuonConfig, MuonWithAdamW, MuonWithAdamWConfig, MuonWithAdamWGroups,
-    NewtonSchulz, Rules,
+    NewtonSchulz, Precision, Rules,
 };
 
 use super::{grads, named, var};
@@ -105,7 +105,7 @@ fn constructors_refuse_what_they_cannot_train() {
     let mut bad_beta = default();
     bad_beta.adamw.beta1 = 2.0;
     let mut half = default();
-    half.muon.newton_schulz.iterate = DType::BF16;
+    half.muon.newton_schulz.iterate = Precision::BF16;
     let double = Var::zeros((2, 2), DType::F64, &Device::Cpu).unwrap();
     let muon = |vars, config| Muon::new(vars, config).unwrap_err().to_string();
     let no_steps = NewtonSchulz {

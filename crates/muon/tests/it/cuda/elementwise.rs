@@ -1,0 +1,148 @@
+use candle_core::{DType, Device, Tensor};
+use polarshard_muon::{AdamWConfig, accumulate, adamw_update, apply_update, momentum_update};
+
+use super::{Table, device};
+use crate::tensors::{bits, gaussian};
+
+/// On both sides of the blocks of 1024 elements, and more than one wave of them.
+const LENGTHS: [usize; 8] = [1, 3, 255, 1023, 1024, 1025, 100_003, 3_000_001];
+/// Elements before a view: with and without the alignment of wider loads.
+const OFFSETS: [usize; 3] = [0, 1, 64];
+
+/// Magnitudes from subnormal to 1e30.
+fn wild(len: usize, seed: u64) -> Tensor {
+    let exponents = gaussian(&[len], seed + 1000).affine(12.0, 0.0).unwrap();
+    let exponents = exponents.clamp(-44f32, 30f32).unwrap();
+    let powers = exponents.affine(std::f64::consts::LN_10, 0.0).unwrap();
+    (gaussian(&[len], seed) * powers.exp().unwrap()).unwrap()
+}
+
+/// A buffer on a device, and the run of it that is stepped.
+struct Run {
+    buffer: Tensor,
+    view: Tensor,
+}
+
+impl Run {
+    fn new(values: &Tensor, offset: usize, device: &Device) -> Self {
+        let len = values.elem_count();
+        let margin = gaussian(&[offset + 5], 77)
+            .to_dtype(values.dtype())
+            .unwrap();
+        let (before, after) = (margin.narrow(0, 0, offset), margin.narrow(0, offset, 5));
+        let parts = [before.unwrap(), values.clone(), after.unwrap()];
+        let parts: Vec<_> = parts.into_iter().filter(|x| x.elem_count() > 0).collect();
+        let buffer = Tensor::cat(&parts, 0).unwrap().to_device(device).unwrap();
+        let view = buffer.narrow(0, offset, len).unwrap();
+        Self { buffer, view }
+    }
+}
+
+/// Runs steps on both devices and compares all buffers, margins included.
+fn compare(
+    table: &mut Table,
+    step: &str,
+    operands: &[Tensor],
+    f: &dyn Fn(&[Tensor]) -> Option<Tensor>,
+) {
+    let device = device();
+    for offset in OFFSETS {
+        let run = |device: &Device| {
+            let runs: Vec<_> = operands
+                .iter()
+                .map(|x| Run::new(x, offset, device))
+                .collect();
+            let views: Vec<_> = runs.iter().map(|run| run.view.clone()).collect();
+            let result = f(&views);
+            let all = runs.iter().map(|run| &run.buffer).chain(&result);
+            all.map(bits).collect::<Vec<_>>()
+        };
+        let (expected, got) = (run(&Device::Cpu), run(&device));
+        let differing: usize = expected
+            .iter()
+            .zip(&got)
+            .map(|(a, b)| a.iter().zip(b).filter(|(a, b)| a != b).count())
+            .sum();
+        let len = operands[0].elem_count();
+        table.line(
+            &format!("{step}, {len} elements at {offset}"),
+            &format!("{differing} bits differ"),
+            differing == 0,
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn steps_have_the_bits_of_the_cpu() {
+    let mut table = Table::new("element-wise steps, CUDA against CPU");
+    for len in LENGTHS {
+        let operands: Vec<_> = (0..4).map(|seed| wild(len, seed)).collect();
+        for nesterov in [true, false] {
+            compare(
+                &mut table,
+                &format!("momentum, nesterov {nesterov}"),
+                &operands[..2],
+                &|x| Some(momentum_update(&x[0], &x[1], 0.95, nesterov).unwrap()),
+            );
+        }
+        compare(&mut table, "apply", &operands[..2], &|x| {
+            apply_update(&x[0], &x[1], 1.3, 0.02, 0.1).unwrap();
+            None
+        });
+        let config = AdamWConfig {
+            weight_decay: 0.1,
+            ..AdamWConfig::default()
+        };
+        let mut moments = operands.clone();
+        moments[2] = moments[2].abs().unwrap();
+        compare(&mut table, "adamw", &moments, &|x| {
+            adamw_update(&x[0], &x[1], &x[2], &x[3], 3, &config).unwrap();
+            None
+        });
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let values = operands[1].clamp(-6e4f32, 6e4f32).unwrap();
+            let values = values.to_dtype(dtype).unwrap();
+            let operands = [operands[0].clone(), values];
+            for factor in [1.0, 0.3] {
+                compare(
+                    &mut table,
+                    &format!("accumulate {dtype:?} times {factor}"),
+                    &operands,
+                    &|x| {
+                        accumulate(&x[0], &x[1], factor).unwrap();
+                        None
+                    },
+                );
+            }
+        }
+    }
+    table.finish();
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_update_without_nesterov_is_no_view_of_the_momentum() {
+    let device = device();
+    let momentum = gaussian(&[100], 1).to_device(&device).unwrap();
+    let gradient = gaussian(&[100], 2).to_device(&device).unwrap();
+    let first = momentum_update(&momentum, &gradient, 0.5, false).unwrap();
+    let before = bits(&first);
+    momentum_update(&momentum, &gradient, 0.5, false).unwrap();
+    assert_eq!(bits(&first), before);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn an_operand_on_another_device_is_an_error() {
+    let device = device();
+    let here = gaussian(&[10], 1);
+    let there = gaussian(&[10], 2).to_device(&device).unwrap();
+    assert!(momentum_update(&here, &there, 0.9, true).is_err());
+    assert!(accumulate(&there, &here, 1.0).is_err());
+    let other = gaussian(&[10], 3).to_device(&device).unwrap();
+    let config = AdamWConfig::default();
+    let before = bits(&there);
+    assert!(adamw_update(&there, &here, &gaussian(&[10], 4), &other, 1, &config).is_err());
+    assert_eq!(bits(&there), before);
+}
