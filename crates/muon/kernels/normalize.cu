@@ -1,0 +1,181 @@
+// Normalization before Newton-Schulz: each matrix of a contiguous stack divided by its Frobenius
+// norm, at any scale, and rounded to the iteration's type with the pitch that its products need.
+//
+//   measure:  a part of a matrix a block → (e, s), where s = sum (x / 2^e)², 2^e near the largest |x|
+//   divide:   y = (x / 2^e) / sqrt(s), with e and s of the whole matrix
+//
+// All in f32. Powers of two are exact, so neither overflow nor underflow comes in before the last
+// rounding. Sums are hierarchical (thread, warp, block, matrix) in an order that depends on the
+// shape of the matrix alone. A zero matrix stays zero; one that is not finite becomes NaN.
+
+#include "hopper.cuh"
+
+namespace {
+
+using namespace hopper;
+
+constexpr int kThreads = 256;
+constexpr int kVector = 8;                 // elements that a thread takes at once
+constexpr int kMaxParts = 256;             // of a matrix
+constexpr int kNoExponent = -1000;         // of a zero sum
+
+// sum · 4^exponent
+struct Squares {
+  int exponent;
+  float sum;
+};
+
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __int_as_float((exponent + 127) << 23);
+}
+
+// x · 2^exponent, where neither half of the exponent leaves the normal range.
+__device__ __forceinline__ float times_power(float x, int exponent) {
+  const int half = exponent / 2;
+  return x * power_of_two(half) * power_of_two(exponent - half);
+}
+
+__device__ __forceinline__ Squares operator+(Squares a, Squares b) {
+  if (a.exponent < b.exponent) {
+    const Squares swap = a;
+    a = b;
+    b = swap;
+  }
+  const int difference = max(b.exponent - a.exponent, -100);  // beyond it the term is lost anyway
+  return {a.exponent, a.sum + times_power(b.sum, 2 * difference)};
+}
+
+__device__ __forceinline__ Squares squares(const float (&x)[kVector]) {
+  float largest = 0;
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    largest = fmaxf(largest, fabsf(x[i]));
+    finite = finite && isfinite(x[i]);
+  }
+  if (!finite) return {0, NAN};
+  if (largest == 0) return {kNoExponent, 0};
+  const int exponent = ilogbf(largest);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const float scaled = times_power(x[i], -exponent);
+    sum = fmaf(scaled, scaled, sum);
+  }
+  return {exponent, sum};
+}
+
+// The sum over the block's threads, in all of them.
+__device__ Squares sum_over_block(Squares mine) {
+  __shared__ Squares of_warps[kThreads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) {
+    mine = mine + Squares{__shfl_xor_sync(~0u, mine.exponent, distance),
+                          __shfl_xor_sync(~0u, mine.sum, distance)};
+  }
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = mine;
+  __syncthreads();
+  Squares total = of_warps[0];
+  for (int warp = 1; warp < kThreads / 32; ++warp) total = total + of_warps[warp];
+  return total;
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Up to eight elements, zeros from the `count`-th on; `aligned` to 16 bytes where all eight are.
+template <class T>
+__device__ __forceinline__ void load_vector(float (&x)[kVector], const T* from, int64_t count,
+                                            bool aligned) {
+  if (aligned && count >= kVector) {
+    constexpr int kWords = kVector * sizeof(T) / 16;
+    alignas(16) T raw[kVector];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = to_float(raw[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = i < count ? to_float(from[i]) : 0.0f;
+  }
+}
+
+// Grid: (parts of a matrix, matrices).
+template <class T>
+__device__ __forceinline__ void measure(const T* stack, Squares* parts, int64_t elements) {
+  const T* matrix = stack + blockIdx.y * elements;
+  const bool aligned = elements % kVector == 0;
+  const int64_t stride = int64_t{gridDim.x} * kThreads * kVector;
+  Squares mine{kNoExponent, 0};
+  wait_for_predecessors();
+  launch_dependents();
+  for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < elements;
+       i += stride) {
+    float x[kVector];
+    load_vector(x, matrix + i, elements - i, aligned);
+    mine = mine + squares(x);
+  }
+  const Squares total = sum_over_block(mine);
+  if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
+}
+
+// Grid: (anything, matrices). `pitch` is in elements, a multiple of 8; padding is zeroed.
+template <class T, class U>
+__device__ __forceinline__ void divide(const T* stack, U* out, const Squares* parts,
+                                       int parts_of_matrix, int rows, int cols, int pitch) {
+  wait_for_predecessors();
+  launch_dependents();
+  Squares mine{kNoExponent, 0};
+  if (threadIdx.x < parts_of_matrix) mine = parts[blockIdx.y * parts_of_matrix + threadIdx.x];
+  static_assert(kMaxParts <= kThreads);
+  const Squares total = sum_over_block(mine);
+  const float norm = total.sum == 0 ? 1.0f : sqrtf(total.sum);
+  const int exponent = total.sum == 0 ? 0 : -total.exponent;
+
+  const T* matrix = stack + int64_t{blockIdx.y} * rows * cols;
+  U* to = out + int64_t{blockIdx.y} * rows * pitch;
+  const int vectors_of_row = pitch / kVector;
+  const int64_t vectors = int64_t{rows} * vectors_of_row;
+  const bool aligned = cols % kVector == 0;
+  for (int64_t v = int64_t{blockIdx.x} * kThreads + threadIdx.x; v < vectors;
+       v += int64_t{gridDim.x} * kThreads) {
+    const int64_t row = v / vectors_of_row;
+    const int column = v % vectors_of_row * kVector;
+    float x[kVector];
+    load_vector(x, matrix + row * cols + column, cols - column, aligned);
+    uint4 packed;
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
+#pragma unroll
+    for (int i = 0; i < kVector / 2; ++i) {
+      pairs[i] = pack(times_power(x[2 * i], exponent) / norm,
+                      times_power(x[2 * i + 1], exponent) / norm, U{});
+    }
+    *reinterpret_cast<uint4*>(to + row * pitch + column) = packed;
+  }
+}
+
+}  // namespace
+
+#define MEASURE_KERNEL(name, type)                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                       \
+      name(const type* __restrict__ stack, Squares* __restrict__ parts, int64_t elements) {    \
+    measure(stack, parts, elements);                                                           \
+  }
+#define DIVIDE_KERNEL(name, type, out_type)                                                    \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                       \
+      name(const type* __restrict__ stack, out_type* __restrict__ out,                         \
+           const Squares* parts, int parts_of_matrix, int rows, int cols, int pitch) {         \
+    divide(stack, out, parts, parts_of_matrix, rows, cols, pitch);                             \
+  }
+
+MEASURE_KERNEL(newton_schulz_measure_f32, float)
+MEASURE_KERNEL(newton_schulz_measure_f16, __half)
+MEASURE_KERNEL(newton_schulz_measure_bf16, __nv_bfloat16)
+DIVIDE_KERNEL(newton_schulz_divide_f32_f16, float, __half)
+DIVIDE_KERNEL(newton_schulz_divide_f16_f16, __half, __half)
+DIVIDE_KERNEL(newton_schulz_divide_bf16_f16, __nv_bfloat16, __half)
+DIVIDE_KERNEL(newton_schulz_divide_f32_bf16, float, __nv_bfloat16)
+DIVIDE_KERNEL(newton_schulz_divide_f16_bf16, __half, __nv_bfloat16)
+DIVIDE_KERNEL(newton_schulz_divide_bf16_bf16, __nv_bfloat16, __nv_bfloat16)

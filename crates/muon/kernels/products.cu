@@ -1,0 +1,359 @@
+// The products of Newton-Schulz on stacks of matrices, f16 or bf16 with sums in f32:
+//
+//   symmetric:  D = alpha · A·Bᵀ + from_a · A + from_b · B + diagonal · I,  D symmetric (n × n)
+//   apply:      D = alpha · A·B + from_b · B,                               A n × n, B n × m
+//
+// `symmetric` serves R = X Xᵀ (A = B = X, n × m) and the products of symmetric, commuting A and B.
+// It computes the tiles on and below the diagonal, and stores each twice, the second time
+// transposed, so that D equals its transpose bit for bit. In Newton-Schulz what is added is always
+// one of the factors. Its tile passes through shared memory as a part of the sum over K, and is
+// picked up there: nothing else is loaded.
+//
+// All matrices are row-major with a pitch of a multiple of 16 bytes. Each has one tensor map
+// (columns, rows, matrices of the stack), with boxes of 64 × 64 × 1 elements in the 128-byte
+// swizzle. Reads beyond an edge give zeros, writes there are dropped, so any n and m will do.
+//
+// Two blocks make a cluster, which works off a list of pairs of tiles (`Tile`), one tile a block.
+// The host deals the pairs to the clusters. A tile has 128 rows, 64 for each of two consumer
+// warpgroups, and 64, 128 or 256 columns. Where the two tiles of a pair have the same columns they
+// share B: each block loads half of it for both. One thread of a third warpgroup issues all loads,
+// through a ring of 4 stages with 64 of K each.
+//
+// Every kernel lets its successor start early and waits for its predecessors before it reads.
+
+#include "hopper.cuh"
+#include "wgmma.cuh"
+
+namespace {
+
+using namespace hopper;
+
+// The part of D that a block computes: 128 rows from `row`, `columns` from `column`; multiples of
+// 64. One that lies outside of D is computed for the sake of its pair, and not stored.
+struct alignas(16) Tile {
+  int row;
+  int column;
+  int matrix;
+  short columns;
+  short shares_b;
+};
+
+struct Scalars {
+  float alpha;
+  float from_a;
+  float from_b;
+  float diagonal;
+};
+
+constexpr int kBlock = 64;                        // side of what a tensor map's box holds
+constexpr uint32_t kBlockBytes = kBlock * kBlock * 2;
+constexpr int kStages = 4;
+constexpr int kWarpgroups = 2;                    // that compute
+constexpr int kWarpgroupThreads = 128;
+constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
+constexpr int kMaxColumns = 256;
+constexpr uint32_t kABytes = kWarpgroups * kBlockBytes;
+constexpr uint32_t kStageBytes = kABytes + kMaxColumns / kBlock * kBlockBytes;
+constexpr uint32_t kStagingBytes = 2 * kBlockBytes;  // a warpgroup: two blocks on their way out
+constexpr uint32_t kBarriersAt = kStages * kStageBytes + kWarpgroups * kStagingBytes;
+constexpr uint32_t kAlignment = 1024;             // of a block in the 128-byte swizzle
+constexpr uint32_t kSharedBytes = kBarriersAt + kStages * 2 * 8 + kAlignment;
+
+// The ring of stages, as each of its users walks it.
+struct Ring {
+  uint32_t shared;
+  uint32_t stage = 0;
+  uint32_t parity = 0;
+
+  __device__ uint32_t a() const { return shared + stage * kStageBytes; }
+  __device__ uint32_t b() const { return a() + kABytes; }
+  __device__ uint32_t full() const { return shared + kBarriersAt + stage * 16; }
+  __device__ uint32_t empty() const { return full() + 8; }
+  __device__ void advance() {
+    stage += 1;
+    if (stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <bool kSymmetric>
+__device__ void load(Ring ring, const TensorMap* map_a, const TensorMap* map_b, const Tile* tiles,
+                     int begin, int end, int k_blocks, uint32_t rank) {
+  for (int i = begin; i < end; ++i) {
+    const Tile tile = tiles[2 * i + rank];
+    const int b_blocks = tile.columns / kBlock;
+    for (int k = 0; k < k_blocks; ++k) {
+      barrier_wait(ring.empty(), ring.parity ^ 1);
+      barrier_expect(ring.full(), kABytes + b_blocks * kBlockBytes);
+      for (int w = 0; w < kWarpgroups; ++w) {
+        load_box(ring.a() + w * kBlockBytes, map_a, ring.full(), k * kBlock,
+                 tile.row + w * kBlock, tile.matrix);
+      }
+      for (int c = 0; c < b_blocks; ++c) {
+        const int along_n = tile.column + c * kBlock;
+        const int column = kSymmetric ? k * kBlock : along_n;
+        const int row = kSymmetric ? along_n : k * kBlock;
+        const uint32_t to = ring.b() + c * kBlockBytes;
+        if (!tile.shares_b) {
+          load_box(to, map_b, ring.full(), column, row, tile.matrix);
+        } else if (c % 2 == rank) {
+          load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
+        }
+      }
+      ring.advance();
+    }
+  }
+}
+
+// Where a lane finds its row of the four fragments that make 16 × 16 elements of a block: those of
+// rows 16 r and columns 16 c (`straight`), or of rows 16 c and columns 16 r, transposed, so that
+// the lane's values are the same (`mirrored`). r is the warp of the warpgroup.
+struct Fragments {
+  uint32_t straight_row, straight_unit, mirrored_row, mirrored_unit;
+
+  __device__ explicit Fragments(uint32_t thread) {
+    const uint32_t warp = thread / 32, row = thread % 8, fragment = thread % 32 / 8;
+    const uint32_t lower = fragment % 2, right = fragment / 2;
+    straight_row = (16 * warp + 8 * lower + row) * 128;
+    straight_unit = (right ^ row) * 16;
+    mirrored_row = (8 * right + row) * 128;
+    mirrored_unit = ((2 * warp + lower) ^ row) * 16;
+  }
+  __device__ uint32_t straight(uint32_t block, uint32_t c) const {
+    return block + straight_row + (straight_unit ^ 32 * c);
+  }
+  __device__ uint32_t mirrored(uint32_t block, uint32_t c) const {
+    return block + mirrored_row + 2048 * c + mirrored_unit;
+  }
+};
+
+// acc (64 × 64, a part of the accumulators) += factor · the block, or its transpose.
+template <class T, bool kTransposed>
+__device__ __forceinline__ void add_block(float* acc, const Fragments& at, uint32_t block,
+                                          float factor) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    uint32_t f[4];
+    load_fragments<kTransposed>(f, kTransposed ? at.mirrored(block, c) : at.straight(block, c));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack(f[i], T{});
+      acc[8 * c + 2 * i] = fmaf(factor, pair.x, acc[8 * c + 2 * i]);
+      acc[8 * c + 2 * i + 1] = fmaf(factor, pair.y, acc[8 * c + 2 * i + 1]);
+    }
+  }
+}
+
+// One of two staging blocks of a warpgroup after the other: write it between `begin` and `store`.
+struct Staging {
+  uint32_t shared;
+  uint32_t barrier;
+  bool issues;
+  uint32_t next = 0;
+
+  __device__ uint32_t begin() {
+    if (issues) wait_for_reads_of_stores<1>();
+    warpgroup_sync(barrier);
+    return shared + next * kBlockBytes;
+  }
+  __device__ void store(const TensorMap* map, int column, int row, int matrix) {
+    fence_for_copy_engine();
+    warpgroup_sync(barrier);
+    if (issues) store_box(map, shared + next * kBlockBytes, column, row, matrix);
+    next ^= 1;
+  }
+};
+
+// The value at column 2 (l % 4) + {0, 1} of row l / 4 from `f` on and below the diagonal of a
+// fragment, from its transpose above.
+__device__ __forceinline__ uint32_t mirror_lower(uint32_t f) {
+  const uint32_t transposed = transpose_fragment(f);
+  const uint32_t lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
+  const uint32_t low = column > row ? transposed : f;
+  const uint32_t high = column + 1 > row ? transposed : f;
+  return __byte_perm(low, high, 0x7610);
+}
+
+// Rounds a 64 × 64 part of the accumulators and stores it at (row, column).
+template <class T, bool kSymmetric>
+__device__ __forceinline__ void store_block(const float* acc, const Fragments& at,
+                                            Staging& staging, const TensorMap* map, int row,
+                                            int column, int matrix, const Scalars& s) {
+  const int warp = threadIdx.x % kWarpgroupThreads / 32, lane = threadIdx.x % 32;
+  const bool on_diagonal = kSymmetric && row == column;
+  uint32_t f[4][4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float x = s.alpha * acc[8 * c + 2 * i], y = s.alpha * acc[8 * c + 2 * i + 1];
+      if (on_diagonal && c == warp && (i == 0 || i == 3)) {
+        if (lane / 4 == 2 * (lane % 4)) x += s.diagonal;
+        if (lane / 4 == 2 * (lane % 4) + 1) y += s.diagonal;
+      }
+      f[c][i] = pack(x, y, T{});
+    }
+  }
+  if (!on_diagonal) {
+    const uint32_t block = staging.begin();
+#pragma unroll
+    for (int c = 0; c < 4; ++c) store_fragments<false>(at.straight(block, c), f[c]);
+    staging.store(map, column, row, matrix);
+    if constexpr (kSymmetric) {
+      const uint32_t transposed = staging.begin();
+#pragma unroll
+      for (int c = 0; c < 4; ++c) store_fragments<true>(at.mirrored(transposed, c), f[c]);
+      staging.store(map, row, column, matrix);
+    }
+    return;
+  }
+  const uint32_t block = staging.begin();
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    if (c < warp) {
+      store_fragments<false>(at.straight(block, c), f[c]);
+      store_fragments<true>(at.mirrored(block, c), f[c]);
+    } else if (c == warp) {
+      f[c][0] = mirror_lower(f[c][0]);
+      f[c][2] = transpose_fragment(f[c][1]);
+      f[c][3] = mirror_lower(f[c][3]);
+      store_fragments<false>(at.straight(block, c), f[c]);
+    }
+  }
+  staging.store(map, column, row, matrix);
+}
+
+// What a warpgroup does for one tile of `kColumns` columns.
+template <class T, bool kSymmetric, int kColumns>
+__device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Fragments& at,
+                                        const TensorMap* map_d, const Tile& tile, int k_blocks,
+                                        const Scalars& s) {
+  constexpr int kBlocks = kColumns / kBlock;
+  const int warpgroup = threadIdx.x / kWarpgroupThreads;
+  const int row = tile.row + warpgroup * kBlock;
+  const float ratio_a = s.from_a / s.alpha, ratio_b = s.from_b / s.alpha;
+  const int a_passes = kSymmetric && s.from_a != 0 ? tile.column / kBlock : k_blocks;
+  const int b_passes = s.from_b != 0 ? row / kBlock : k_blocks;
+  const bool releases = threadIdx.x % kWarpgroupThreads < 2;
+  const uint32_t peer = threadIdx.x % kWarpgroupThreads;
+
+  float acc[kColumns / 2];
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) acc[i] = 0;
+  uint32_t previous = 0;
+  for (int k = 0; k < k_blocks; ++k) {
+    barrier_wait(ring.full(), ring.parity);
+    const uint32_t block_a = ring.a() + warpgroup * kBlockBytes;
+    const uint64_t a = describe_k_major(block_a);
+    const uint64_t b = kSymmetric ? describe_k_major(ring.b()) : describe_n_major(ring.b());
+    pin(acc);
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      product<T, !kSymmetric>(acc, a + i * (32 >> 4), b + i * ((kSymmetric ? 32 : 2048) >> 4));
+    }
+    products_commit();
+    const int a_block = k - a_passes;
+    if (kSymmetric && 0 <= a_block && a_block < kBlocks) {
+      products_wait<0>();
+      pin(acc);
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) {
+        if (c == a_block) add_block<T, false>(acc + 32 * c, at, block_a, ratio_a);
+      }
+      pin(acc);
+    }
+    if (k == b_passes) {
+      products_wait<0>();
+      pin(acc);
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) {
+        add_block<T, kSymmetric>(acc + 32 * c, at, ring.b() + c * kBlockBytes, ratio_b);
+      }
+      pin(acc);
+    }
+    products_wait<1>();
+    if (k > 0 && releases) barrier_arrive(previous, peer);
+    previous = ring.empty();
+    ring.advance();
+  }
+  products_wait<0>();
+  pin(acc);
+  if (releases) barrier_arrive(previous, peer);
+
+#pragma unroll
+  for (int c = 0; c < kBlocks; ++c) {
+    const int column = tile.column + c * kBlock;
+    if (!kSymmetric || column <= row) {
+      store_block<T, kSymmetric>(acc + 32 * c, at, staging, map_d, row, column, tile.matrix, s);
+    }
+  }
+}
+
+// Cluster c works off the pairs first[c] .. first[c + 1] of `tiles`.
+template <class T, bool kSymmetric>
+__device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map_b,
+                                    const TensorMap* map_d, const Tile* tiles, const int* first,
+                                    int k_blocks, const Scalars& s) {
+  extern __shared__ uint8_t raw[];
+  Ring ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
+  const uint32_t rank = cluster_rank();
+  const int begin = first[cluster_index()], end = first[cluster_index() + 1];
+  const int warpgroup = threadIdx.x / kWarpgroupThreads;
+
+  launch_dependents();
+  if (threadIdx.x == 0) {
+    prefetch_map(map_a);
+    prefetch_map(map_b);
+    prefetch_map(map_d);
+    for (Ring r = ring; r.parity == 0; r.advance()) {
+      barrier_init(r.full(), 1);
+      barrier_init(r.empty(), 2 * kWarpgroups);  // the consumers of both blocks
+    }
+    barrier_init_fence();
+  }
+  cluster_sync();
+
+  if (warpgroup == kWarpgroups) {
+    give_registers<40>();
+    if (threadIdx.x == kWarpgroups * kWarpgroupThreads) {
+      wait_for_predecessors();
+      load<kSymmetric>(ring, map_a, map_b, tiles, begin, end, k_blocks, rank);
+    }
+  } else {
+    take_registers<232>();
+    const uint32_t thread = threadIdx.x % kWarpgroupThreads;
+    const Fragments at(thread);
+    Staging staging{ring.shared + kStages * kStageBytes + warpgroup * kStagingBytes,
+                    1u + warpgroup, thread == 0};
+    for (int i = begin; i < end; ++i) {
+      const Tile tile = tiles[2 * i + rank];
+      if (tile.columns == 256) {
+        compute<T, kSymmetric, 256>(ring, staging, at, map_d, tile, k_blocks, s);
+      } else if (tile.columns == 128) {
+        compute<T, kSymmetric, 128>(ring, staging, at, map_d, tile, k_blocks, s);
+      } else {
+        compute<T, kSymmetric, 64>(ring, staging, at, map_d, tile, k_blocks, s);
+      }
+    }
+    if (staging.issues) wait_for_stores();
+  }
+  cluster_sync();  // a block's shared memory lives until its peer has arrived there for the last time
+}
+
+}  // namespace
+
+#define PRODUCT_KERNEL(name, type, symmetric)                                                   \
+  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)           \
+      name(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,            \
+           const __grid_constant__ TensorMap d, const Tile* __restrict__ tiles,                 \
+           const int* __restrict__ first, int k_blocks, Scalars scalars) {                      \
+    run<type, symmetric>(&a, &b, &d, tiles, first, k_blocks, scalars);                          \
+  }
+
+PRODUCT_KERNEL(newton_schulz_symmetric_f16, __half, true)
+PRODUCT_KERNEL(newton_schulz_symmetric_bf16, __nv_bfloat16, true)
+PRODUCT_KERNEL(newton_schulz_apply_f16, __half, false)
+PRODUCT_KERNEL(newton_schulz_apply_bf16, __nv_bfloat16, false)
