@@ -78,6 +78,11 @@ struct Ring {
   }
 };
 
+// Through a shuffle, so that the compiler knows it to be the same in all lanes of a warp.
+__device__ __forceinline__ int warpgroup_index() {
+  return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+}
+
 template <bool kSymmetric>
 __device__ void load(Ring ring, const TensorMap* map_a, const TensorMap* map_b, const Tile* tiles,
                      int begin, int end, int k_blocks, uint32_t rank) {
@@ -231,7 +236,7 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
                                         const TensorMap* map_d, const Tile& tile, int k_blocks,
                                         const Scalars& s) {
   constexpr int kBlocks = kColumns / kBlock;
-  const int warpgroup = threadIdx.x / kWarpgroupThreads;
+  const int warpgroup = warpgroup_index();
   const int row = tile.row + warpgroup * kBlock;
   const float ratio_a = s.from_a / s.alpha, ratio_b = s.from_b / s.alpha;
   const int a_passes = kSymmetric && s.from_a != 0 ? tile.column / kBlock : k_blocks;
@@ -256,23 +261,20 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
     }
     products_commit();
     const int a_block = k - a_passes;
-    if (kSymmetric && 0 <= a_block && a_block < kBlocks) {
+    const bool adds_a = kSymmetric && 0 <= a_block && a_block < kBlocks;
+    const bool adds_b = k == b_passes;
+    if (adds_a || adds_b) {
       products_wait<0>();
       pin(acc);
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
-        if (c == a_block) add_block<T, false>(acc + 32 * c, at, block_a, ratio_a);
+        if (adds_a && c == a_block) add_block<T, false>(acc + 32 * c, at, block_a, ratio_a);
+        if (adds_b) {
+          add_block<T, kSymmetric>(acc + 32 * c, at, ring.b() + c * kBlockBytes, ratio_b);
+        }
       }
       pin(acc);
-    }
-    if (k == b_passes) {
-      products_wait<0>();
-      pin(acc);
-#pragma unroll
-      for (int c = 0; c < kBlocks; ++c) {
-        add_block<T, kSymmetric>(acc + 32 * c, at, ring.b() + c * kBlockBytes, ratio_b);
-      }
-      pin(acc);
+      warpgroup_sync(staging.barrier);  // all have read: one thread may release the stage for all
     }
     products_wait<1>();
     if (k > 0 && releases) barrier_arrive(previous, peer);
@@ -301,7 +303,7 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
   Ring ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
   const uint32_t rank = cluster_rank();
   const int begin = first[cluster_index()], end = first[cluster_index() + 1];
-  const int warpgroup = threadIdx.x / kWarpgroupThreads;
+  const int warpgroup = warpgroup_index();
 
   launch_dependents();
   if (threadIdx.x == 0) {
@@ -338,7 +340,7 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
         compute<T, kSymmetric, 64>(ring, staging, at, map_d, tile, k_blocks, s);
       }
     }
-    if (staging.issues) wait_for_stores();
+    if (staging.issues) wait_for_reads_of_stores<0>();
   }
   cluster_sync();  // a block's shared memory lives until its peer has arrived there for the last time
 }
