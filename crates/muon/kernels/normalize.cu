@@ -16,7 +16,8 @@ using namespace hopper;
 
 constexpr int kThreads = 256;
 constexpr int kVector = 8;                 // elements that a thread takes at once
-constexpr int kMaxParts = 256;             // of a matrix
+constexpr int kMaxParts = 1024;            // of a matrix
+constexpr int kInFlight = 4;               // vectors that a thread loads before it uses them
 constexpr int kNoExponent = -1000;         // of a zero sum
 
 // sum · 4^exponent
@@ -111,8 +112,17 @@ __device__ __forceinline__ void measure(const T* stack, Squares* parts, int64_t 
   Squares mine{kNoExponent, 0};
   wait_for_predecessors();
   launch_dependents();
-  for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < elements;
-       i += stride) {
+  int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector;
+  for (; i + (kInFlight - 1) * stride < elements; i += kInFlight * stride) {
+    float x[kInFlight][kVector];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      load_vector(x[j], matrix + i + j * stride, elements - i - j * stride, aligned);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) mine = mine + squares(x[j]);
+  }
+  for (; i < elements; i += stride) {
     float x[kVector];
     load_vector(x, matrix + i, elements - i, aligned);
     mine = mine + squares(x);
@@ -128,23 +138,25 @@ __device__ __forceinline__ void divide(const T* stack, U* out, const Squares* pa
   wait_for_predecessors();
   launch_dependents();
   Squares mine{kNoExponent, 0};
-  if (threadIdx.x < parts_of_matrix) mine = parts[blockIdx.y * parts_of_matrix + threadIdx.x];
-  static_assert(kMaxParts <= kThreads);
+#pragma unroll
+  for (int i = 0; i < kMaxParts / kThreads; ++i) {
+    const int part = i * kThreads + threadIdx.x;
+    if (part < parts_of_matrix) mine = mine + parts[blockIdx.y * parts_of_matrix + part];
+  }
   const Squares total = sum_over_block(mine);
   const float norm = total.sum == 0 ? 1.0f : sqrtf(total.sum);
   const int exponent = total.sum == 0 ? 0 : -total.exponent;
 
   const T* matrix = stack + int64_t{blockIdx.y} * rows * cols;
   U* to = out + int64_t{blockIdx.y} * rows * pitch;
-  const int vectors_of_row = pitch / kVector;
-  const int64_t vectors = int64_t{rows} * vectors_of_row;
+  const uint32_t vectors_of_row = pitch / kVector;
+  const uint32_t vectors = rows * vectors_of_row;  // fits: a matrix has less than 2^35 elements
   const bool aligned = cols % kVector == 0;
-  for (int64_t v = int64_t{blockIdx.x} * kThreads + threadIdx.x; v < vectors;
-       v += int64_t{gridDim.x} * kThreads) {
-    const int64_t row = v / vectors_of_row;
-    const int column = v % vectors_of_row * kVector;
+  for (uint32_t v = blockIdx.x * kThreads + threadIdx.x; v < vectors; v += gridDim.x * kThreads) {
+    const uint32_t row = v / vectors_of_row;
+    const int column = (v - row * vectors_of_row) * kVector;
     float x[kVector];
-    load_vector(x, matrix + row * cols + column, cols - column, aligned);
+    load_vector(x, matrix + int64_t{row} * cols + column, cols - column, aligned);
     uint4 packed;
     uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
 #pragma unroll
@@ -152,7 +164,7 @@ __device__ __forceinline__ void divide(const T* stack, U* out, const Squares* pa
       pairs[i] = pack(times_power(x[2 * i], exponent) / norm,
                       times_power(x[2 * i + 1], exponent) / norm, U{});
     }
-    *reinterpret_cast<uint4*>(to + row * pitch + column) = packed;
+    *reinterpret_cast<uint4*>(to + int64_t{row} * pitch + column) = packed;
   }
 }
 

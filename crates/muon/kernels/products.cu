@@ -15,9 +15,9 @@
 //
 // Two blocks make a cluster, which works off a list of pairs of tiles (`Tile`), one tile a block.
 // The host deals the pairs to the clusters. A tile has 128 rows, 64 for each of two consumer
-// warpgroups, and 64, 128 or 256 columns. Where the two tiles of a pair have the same columns they
+// warpgroups, and 64, 128, 192 or 256 columns. Where the two tiles of a pair have the same columns they
 // share B: each block loads half of it for both. One thread of a third warpgroup issues all loads,
-// through a ring of 4 stages with 64 of K each.
+// through a ring of stages with 64 of K each.
 //
 // Every kernel lets its successor start early and waits for its predecessors before it reads.
 
@@ -47,20 +47,23 @@ struct Scalars {
 
 constexpr int kBlock = 64;                        // side of what a tensor map's box holds
 constexpr uint32_t kBlockBytes = kBlock * kBlock * 2;
-constexpr int kStages = 4;
 constexpr int kWarpgroups = 2;                    // that compute
 constexpr int kWarpgroupThreads = 128;
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
-constexpr int kMaxColumns = 256;
 constexpr uint32_t kABytes = kWarpgroups * kBlockBytes;
-constexpr uint32_t kStageBytes = kABytes + kMaxColumns / kBlock * kBlockBytes;
 constexpr uint32_t kStagingBytes = 2 * kBlockBytes;  // a warpgroup: two blocks on their way out
-constexpr uint32_t kBarriersAt = kStages * kStageBytes + kWarpgroups * kStagingBytes;
 constexpr uint32_t kAlignment = 1024;             // of a block in the 128-byte swizzle
-constexpr uint32_t kSharedBytes = kBarriersAt + kStages * 2 * 8 + kAlignment;
 
-// The ring of stages, as each of its users walks it.
+// The ring of stages, as each of its users walks it, and what follows it in shared memory. The
+// narrower the tiles, the more stages fit, and the more are needed: a stage lasts less long.
+template <int kColumns>
 struct Ring {
+  static constexpr uint32_t kStageBytes = kABytes + kColumns / kBlock * kBlockBytes;
+  static constexpr uint32_t kStages = 192 * 1024 / kStageBytes;
+  static constexpr uint32_t kStagingAt = kStages * kStageBytes;
+  static constexpr uint32_t kBarriersAt = kStagingAt + kWarpgroups * kStagingBytes;
+  static constexpr uint32_t kSharedBytes = kBarriersAt + kStages * 16 + kAlignment;
+
   uint32_t shared;
   uint32_t stage = 0;
   uint32_t parity = 0;
@@ -83,7 +86,7 @@ __device__ __forceinline__ int warpgroup_index() {
   return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
 }
 
-template <bool kSymmetric>
+template <bool kSymmetric, class Ring>
 __device__ void load(Ring ring, const TensorMap* map_a, const TensorMap* map_b, const Tile* tiles,
                      int begin, int end, int k_blocks, uint32_t rank) {
   for (int i = begin; i < end; ++i) {
@@ -231,7 +234,7 @@ __device__ __forceinline__ void store_block(const float* acc, const Fragments& a
 }
 
 // What a warpgroup does for one tile of `kColumns` columns.
-template <class T, bool kSymmetric, int kColumns>
+template <class T, bool kSymmetric, int kColumns, class Ring>
 __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Fragments& at,
                                         const TensorMap* map_d, const Tile& tile, int k_blocks,
                                         const Scalars& s) {
@@ -294,13 +297,25 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
   }
 }
 
+// `compute` for a tile of at most `kColumns` columns.
+template <class T, bool kSymmetric, int kColumns, class Ring>
+__device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const Fragments& at,
+                                            const TensorMap* map_d, const Tile& tile, int k_blocks,
+                                            const Scalars& s) {
+  if (tile.columns == kColumns) {
+    compute<T, kSymmetric, kColumns>(ring, staging, at, map_d, tile, k_blocks, s);
+  } else if constexpr (kColumns > 64) {
+    compute_any<T, kSymmetric, kColumns - 64>(ring, staging, at, map_d, tile, k_blocks, s);
+  }
+}
+
 // Cluster c works off the pairs first[c] .. first[c + 1] of `tiles`.
-template <class T, bool kSymmetric>
+template <class T, bool kSymmetric, int kMaxColumns>
 __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map_b,
                                     const TensorMap* map_d, const Tile* tiles, const int* first,
                                     int k_blocks, const Scalars& s) {
   extern __shared__ uint8_t raw[];
-  Ring ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
+  Ring<kMaxColumns> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
   const uint32_t rank = cluster_rank();
   const int begin = first[cluster_index()], end = first[cluster_index() + 1];
   const int warpgroup = warpgroup_index();
@@ -310,7 +325,7 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
     prefetch_map(map_a);
     prefetch_map(map_b);
     prefetch_map(map_d);
-    for (Ring r = ring; r.parity == 0; r.advance()) {
+    for (Ring<kMaxColumns> r = ring; r.parity == 0; r.advance()) {
       barrier_init(r.full(), 1);
       barrier_init(r.empty(), 2 * kWarpgroups);  // the consumers of both blocks
     }
@@ -328,17 +343,11 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
     take_registers<232>();
     const uint32_t thread = threadIdx.x % kWarpgroupThreads;
     const Fragments at(thread);
-    Staging staging{ring.shared + kStages * kStageBytes + warpgroup * kStagingBytes,
+    Staging staging{ring.shared + ring.kStagingAt + warpgroup * kStagingBytes,
                     1u + warpgroup, thread == 0};
     for (int i = begin; i < end; ++i) {
       const Tile tile = tiles[2 * i + rank];
-      if (tile.columns == 256) {
-        compute<T, kSymmetric, 256>(ring, staging, at, map_d, tile, k_blocks, s);
-      } else if (tile.columns == 128) {
-        compute<T, kSymmetric, 128>(ring, staging, at, map_d, tile, k_blocks, s);
-      } else {
-        compute<T, kSymmetric, 64>(ring, staging, at, map_d, tile, k_blocks, s);
-      }
+      compute_any<T, kSymmetric, kMaxColumns>(ring, staging, at, map_d, tile, k_blocks, s);
     }
     if (staging.issues) wait_for_reads_of_stores<0>();
   }
@@ -347,15 +356,20 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
 
 }  // namespace
 
-#define PRODUCT_KERNEL(name, type, symmetric)                                                   \
+#define PRODUCT_KERNEL(name, type, symmetric, columns)                                          \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)           \
       name(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,            \
            const __grid_constant__ TensorMap d, const Tile* __restrict__ tiles,                 \
            const int* __restrict__ first, int k_blocks, Scalars scalars) {                      \
-    run<type, symmetric>(&a, &b, &d, tiles, first, k_blocks, scalars);                          \
+    run<type, symmetric, columns>(&a, &b, &d, tiles, first, k_blocks, scalars);                 \
   }
+#define PRODUCT_KERNELS(columns)                                                              \
+  PRODUCT_KERNEL(newton_schulz_symmetric_f16_##columns, __half, true, columns)                \
+  PRODUCT_KERNEL(newton_schulz_symmetric_bf16_##columns, __nv_bfloat16, true, columns)        \
+  PRODUCT_KERNEL(newton_schulz_apply_f16_##columns, __half, false, columns)                   \
+  PRODUCT_KERNEL(newton_schulz_apply_bf16_##columns, __nv_bfloat16, false, columns)
 
-PRODUCT_KERNEL(newton_schulz_symmetric_f16, __half, true)
-PRODUCT_KERNEL(newton_schulz_symmetric_bf16, __nv_bfloat16, true)
-PRODUCT_KERNEL(newton_schulz_apply_f16, __half, false)
-PRODUCT_KERNEL(newton_schulz_apply_bf16, __nv_bfloat16, false)
+// The number is the most columns of a tile.
+PRODUCT_KERNELS(256)
+PRODUCT_KERNELS(128)
+PRODUCT_KERNELS(64)
