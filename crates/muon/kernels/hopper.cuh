@@ -73,11 +73,33 @@ __device__ __forceinline__ uint32_t cluster_index() {
   return index;
 }
 
+// Waits for all threads of the cluster. It orders no writes: that would take a fence of the whole
+// device, a microsecond or more where stores are under way.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
           : "memory");
+}
+
+// Index of the warp in the block, through a shuffle, so that the compiler knows it to be the same
+// in all lanes.
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+}
+
+// True in one lane of a converged warp, always the same. Copies are issued under it: under another
+// condition the compiler, which cannot know that one lane is left, loops over the lanes.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
 }
 
 // A barrier of the 128 threads of one warpgroup; `id` from 1.

@@ -81,37 +81,40 @@ struct Ring {
   }
 };
 
-// Through a shuffle, so that the compiler knows it to be the same in all lanes of a warp.
-__device__ __forceinline__ int warpgroup_index() {
-  return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
-}
-
+// Issues the loads of all tiles, from one lane.
 template <bool kSymmetric, class Ring>
-__device__ void load(Ring ring, const TensorMap* map_a, const TensorMap* map_b, const Tile* tiles,
-                     int begin, int end, int k_blocks, uint32_t rank) {
+__device__ __forceinline__ void load(Ring ring, const TensorMap* map_a, const TensorMap* map_b,
+                                     const Tile* tiles, int begin, int end, int k_blocks,
+                                     uint32_t rank) {
+  Tile tile = tiles[2 * begin + rank];
+  wait_for_predecessors();
   for (int i = begin; i < end; ++i) {
-    const Tile tile = tiles[2 * i + rank];
+    const Tile next = tiles[2 * min(i + 1, end - 1) + rank];
     const int b_blocks = tile.columns / kBlock;
+    const int b_first = tile.shares_b ? rank : 0, b_step = tile.shares_b ? 2 : 1;
     for (int k = 0; k < k_blocks; ++k) {
       barrier_wait(ring.empty(), ring.parity ^ 1);
       barrier_expect(ring.full(), kABytes + b_blocks * kBlockBytes);
+#pragma unroll
       for (int w = 0; w < kWarpgroups; ++w) {
         load_box(ring.a() + w * kBlockBytes, map_a, ring.full(), k * kBlock,
                  tile.row + w * kBlock, tile.matrix);
       }
-      for (int c = 0; c < b_blocks; ++c) {
+#pragma unroll 1
+      for (int c = b_first; c < b_blocks; c += b_step) {
         const int along_n = tile.column + c * kBlock;
         const int column = kSymmetric ? k * kBlock : along_n;
         const int row = kSymmetric ? along_n : k * kBlock;
         const uint32_t to = ring.b() + c * kBlockBytes;
-        if (!tile.shares_b) {
-          load_box(to, map_b, ring.full(), column, row, tile.matrix);
-        } else if (c % 2 == rank) {
+        if (tile.shares_b) {
           load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
+        } else {
+          load_box(to, map_b, ring.full(), column, row, tile.matrix);
         }
       }
       ring.advance();
     }
+    tile = next;
   }
 }
 
@@ -155,22 +158,26 @@ __device__ __forceinline__ void add_block(float* acc, const Fragments& at, uint3
 }
 
 // One of two staging blocks of a warpgroup after the other: write it between `begin` and `store`.
+// One lane of the first warp stores.
 struct Staging {
   uint32_t shared;
   uint32_t barrier;
-  bool issues;
+  bool first_warp;
   uint32_t next = 0;
 
-  __device__ uint32_t begin() {
-    if (issues) wait_for_reads_of_stores<1>();
+  __device__ __forceinline__ uint32_t begin() {
+    if (first_warp && elect()) wait_for_reads_of_stores<1>();
     warpgroup_sync(barrier);
     return shared + next * kBlockBytes;
   }
-  __device__ void store(const TensorMap* map, int column, int row, int matrix) {
+  __device__ __forceinline__ void store(const TensorMap* map, int column, int row, int matrix) {
     fence_for_copy_engine();
     warpgroup_sync(barrier);
-    if (issues) store_box(map, shared + next * kBlockBytes, column, row, matrix);
+    if (first_warp && elect()) store_box(map, shared + next * kBlockBytes, column, row, matrix);
     next ^= 1;
+  }
+  __device__ __forceinline__ void end() {
+    if (first_warp && elect()) wait_for_reads_of_stores<0>();
   }
 };
 
@@ -239,7 +246,7 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
                                         const TensorMap* map_d, const Tile& tile, int k_blocks,
                                         const Scalars& s) {
   constexpr int kBlocks = kColumns / kBlock;
-  const int warpgroup = warpgroup_index();
+  const int warpgroup = warp_index() / 4;
   const int row = tile.row + warpgroup * kBlock;
   const float ratio_a = s.from_a / s.alpha, ratio_b = s.from_b / s.alpha;
   const int a_passes = kSymmetric && s.from_a != 0 ? tile.column / kBlock : k_blocks;
@@ -318,10 +325,10 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
   Ring<kMaxColumns> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
   const uint32_t rank = cluster_rank();
   const int begin = first[cluster_index()], end = first[cluster_index() + 1];
-  const int warpgroup = warpgroup_index();
+  const int warpgroup = warp_index() / 4;
 
   launch_dependents();
-  if (threadIdx.x == 0) {
+  if (warp_index() == 0 && elect()) {
     prefetch_map(map_a);
     prefetch_map(map_b);
     prefetch_map(map_d);
@@ -335,8 +342,7 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
 
   if (warpgroup == kWarpgroups) {
     give_registers<40>();
-    if (threadIdx.x == kWarpgroups * kWarpgroupThreads) {
-      wait_for_predecessors();
+    if (warp_index() == 4 * kWarpgroups && begin < end && elect()) {
       load<kSymmetric>(ring, map_a, map_b, tiles, begin, end, k_blocks, rank);
     }
   } else {
@@ -344,12 +350,12 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
     const uint32_t thread = threadIdx.x % kWarpgroupThreads;
     const Fragments at(thread);
     Staging staging{ring.shared + ring.kStagingAt + warpgroup * kStagingBytes,
-                    1u + warpgroup, thread == 0};
+                    1u + warpgroup, warp_index() % 4 == 0};
     for (int i = begin; i < end; ++i) {
       const Tile tile = tiles[2 * i + rank];
       compute_any<T, kSymmetric, kMaxColumns>(ring, staging, at, map_d, tile, k_blocks, s);
     }
-    if (staging.issues) wait_for_reads_of_stores<0>();
+    staging.end();
   }
   cluster_sync();  // a block's shared memory lives until its peer has arrived there for the last time
 }
