@@ -8,6 +8,8 @@
 // rounding. Sums are hierarchical (thread, warp, block, matrix) in an order that depends on the
 // shape of the matrix alone. A zero matrix stays zero; one that is not finite becomes NaN.
 
+#include <cfloat>
+
 #include "hopper.cuh"
 
 namespace {
@@ -16,7 +18,7 @@ using namespace hopper;
 
 constexpr int kThreads = 256;
 constexpr int kVector = 8;                 // elements that a thread takes at once
-constexpr int kMaxParts = 1024;            // of a matrix
+constexpr int kMaxParts = 256;             // of a matrix
 constexpr int kInFlight = 4;               // vectors that a thread loads before it uses them
 constexpr int kNoExponent = -1000;         // of a zero sum
 
@@ -46,24 +48,21 @@ __device__ __forceinline__ Squares operator+(Squares a, Squares b) {
   return {a.exponent, a.sum + times_power(b.sum, 2 * difference)};
 }
 
-__device__ __forceinline__ Squares squares(const float (&x)[kVector]) {
+template <int kCount>
+__device__ __forceinline__ Squares squares(const float (&x)[kCount]) {
   float largest = 0;
-  bool finite = true;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    largest = fmaxf(largest, fabsf(x[i]));
-    finite = finite && isfinite(x[i]);
-  }
-  if (!finite) return {0, NAN};
-  if (largest == 0) return {kNoExponent, 0};
-  const int exponent = ilogbf(largest);
+  for (int i = 0; i < kCount; ++i) largest = fmaxf(largest, fabsf(x[i]));
+  // What is no number is not seen here, but stays in the sum.
+  const int exponent = largest > 0 ? ilogbf(fminf(largest, FLT_MAX)) : 0;
+  const float half = power_of_two(-exponent / 2), rest = power_of_two(-exponent - -exponent / 2);
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    const float scaled = times_power(x[i], -exponent);
+  for (int i = 0; i < kCount; ++i) {
+    const float scaled = x[i] * half * rest;
     sum = fmaf(scaled, scaled, sum);
   }
-  return {exponent, sum};
+  return {largest > 0 ? exponent : kNoExponent, isfinite(sum) ? sum : NAN};
 }
 
 // The sum over the block's threads, in all of them.
@@ -86,7 +85,7 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162f
 
 // Up to eight elements, zeros from the `count`-th on; `aligned` to 16 bytes where all eight are.
 template <class T>
-__device__ __forceinline__ void load_vector(float (&x)[kVector], const T* from, int64_t count,
+__device__ __forceinline__ void load_vector(float* x, const T* from, int64_t count,
                                             bool aligned) {
   if (aligned && count >= kVector) {
     constexpr int kWords = kVector * sizeof(T) / 16;
@@ -112,23 +111,24 @@ __device__ __forceinline__ void measure(const T* stack, Squares* parts, int64_t 
   Squares mine{kNoExponent, 0};
   wait_for_predecessors();
   launch_dependents();
-  int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector;
-  for (; i + (kInFlight - 1) * stride < elements; i += kInFlight * stride) {
-    float x[kInFlight][kVector];
+  for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < elements;
+       i += kInFlight * stride) {
+    float x[kInFlight * kVector];
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      load_vector(x[j], matrix + i + j * stride, elements - i - j * stride, aligned);
+      load_vector(x + j * kVector, matrix + i + j * stride, elements - i - j * stride, aligned);
     }
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) mine = mine + squares(x[j]);
-  }
-  for (; i < elements; i += stride) {
-    float x[kVector];
-    load_vector(x, matrix + i, elements - i, aligned);
     mine = mine + squares(x);
   }
   const Squares total = sum_over_block(mine);
   if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
+}
+
+// x / y from r = 1 / y, rounded once (Markstein), where nothing over- or underflows: y is from 1 to
+// 2^19, and a quotient so small that its remainder is lost is zero in 16 bits.
+__device__ __forceinline__ float quotient(float x, float y, float r) {
+  const float q = x * r;
+  return fmaf(fmaf(-q, y, x), r, q);
 }
 
 // Grid: (anything, matrices). `pitch` is in elements, a multiple of 8; padding is zeroed.
@@ -138,14 +138,13 @@ __device__ __forceinline__ void divide(const T* stack, U* out, const Squares* pa
   wait_for_predecessors();
   launch_dependents();
   Squares mine{kNoExponent, 0};
-#pragma unroll
-  for (int i = 0; i < kMaxParts / kThreads; ++i) {
-    const int part = i * kThreads + threadIdx.x;
-    if (part < parts_of_matrix) mine = mine + parts[blockIdx.y * parts_of_matrix + part];
-  }
+  static_assert(kMaxParts <= kThreads);
+  if (threadIdx.x < parts_of_matrix) mine = parts[blockIdx.y * parts_of_matrix + threadIdx.x];
   const Squares total = sum_over_block(mine);
   const float norm = total.sum == 0 ? 1.0f : sqrtf(total.sum);
   const int exponent = total.sum == 0 ? 0 : -total.exponent;
+  const float half = power_of_two(exponent / 2), rest = power_of_two(exponent - exponent / 2);
+  const float reciprocal = 1.0f / norm;
 
   const T* matrix = stack + int64_t{blockIdx.y} * rows * cols;
   U* to = out + int64_t{blockIdx.y} * rows * pitch;
@@ -161,8 +160,8 @@ __device__ __forceinline__ void divide(const T* stack, U* out, const Squares* pa
     uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
 #pragma unroll
     for (int i = 0; i < kVector / 2; ++i) {
-      pairs[i] = pack(times_power(x[2 * i], exponent) / norm,
-                      times_power(x[2 * i + 1], exponent) / norm, U{});
+      pairs[i] = pack(quotient(x[2 * i] * half * rest, norm, reciprocal),
+                      quotient(x[2 * i + 1] * half * rest, norm, reciprocal), U{});
     }
     *reinterpret_cast<uint4*>(to + int64_t{row} * pitch + column) = packed;
   }

@@ -15,9 +15,12 @@
 //
 // Two blocks make a cluster, which works off a list of pairs of tiles (`Tile`), one tile a block.
 // The host deals the pairs to the clusters. A tile has 128 rows, 64 for each of two consumer
-// warpgroups, and 64, 128, 192 or 256 columns. Where the two tiles of a pair have the same columns they
-// share B: each block loads half of it for both. One thread of a third warpgroup issues all loads,
-// through a ring of stages with 64 of K each.
+// warpgroups, and 64, 128, 192 or 256 columns. Where the two tiles of a pair start at the same
+// column they share B: each block loads half of it for both. A tile on the diagonal may be narrower
+// than what it loads. One lane of a third warpgroup issues all loads, through a ring of stages with
+// 64 of K each.
+//
+// A sum over K has the same order in any tile, so D does not depend on how the tiles are dealt.
 //
 // Every kernel lets its successor start early and waits for its predecessors before it reads.
 
@@ -29,13 +32,14 @@ namespace {
 using namespace hopper;
 
 // The part of D that a block computes: 128 rows from `row`, `columns` from `column`; multiples of
-// 64. One that lies outside of D is computed for the sake of its pair, and not stored.
+// 64. What lies outside of D is not stored. `shared` is how many columns of B, at least `columns`,
+// the pair loads together, or 0 where each block loads its own.
 struct alignas(16) Tile {
   int row;
   int column;
   int matrix;
   short columns;
-  short shares_b;
+  short shared;
 };
 
 struct Scalars {
@@ -90,8 +94,8 @@ __device__ __forceinline__ void load(Ring ring, const TensorMap* map_a, const Te
   wait_for_predecessors();
   for (int i = begin; i < end; ++i) {
     const Tile next = tiles[2 * min(i + 1, end - 1) + rank];
-    const int b_blocks = tile.columns / kBlock;
-    const int b_first = tile.shares_b ? rank : 0, b_step = tile.shares_b ? 2 : 1;
+    const int b_blocks = (tile.shared ? tile.shared : tile.columns) / kBlock;
+    const int b_first = tile.shared ? rank : 0, b_step = tile.shared ? 2 : 1;
     for (int k = 0; k < k_blocks; ++k) {
       barrier_wait(ring.empty(), ring.parity ^ 1);
       barrier_expect(ring.full(), kABytes + b_blocks * kBlockBytes);
@@ -106,7 +110,7 @@ __device__ __forceinline__ void load(Ring ring, const TensorMap* map_a, const Te
         const int column = kSymmetric ? k * kBlock : along_n;
         const int row = kSymmetric ? along_n : k * kBlock;
         const uint32_t to = ring.b() + c * kBlockBytes;
-        if (tile.shares_b) {
+        if (tile.shared) {
           load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
         } else {
           load_box(to, map_b, ring.full(), column, row, tile.matrix);
