@@ -18,7 +18,7 @@ using namespace hopper;
 
 constexpr int kThreads = 256;
 constexpr int kVector = 8;                 // elements that a thread takes at once
-constexpr int kMaxParts = 256;             // of a matrix
+constexpr int kMaxParts = 512;             // of a matrix
 constexpr int kInFlight = 4;               // vectors that a thread loads before it uses them
 constexpr int kNoExponent = -1000;         // of a zero sum
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_vector(float* x, const T* from, int64_t cou
   }
 }
 
-// Grid: (parts of a matrix, matrices).
+// Grid: (parts of a matrix, at most 512 and chosen by its shape alone; matrices).
 template <class T>
 __device__ __forceinline__ void measure(const T* stack, Squares* parts, int64_t elements) {
   const T* matrix = stack + blockIdx.y * elements;
@@ -138,8 +138,11 @@ __device__ __forceinline__ void divide(const T* stack, U* out, const Squares* pa
   wait_for_predecessors();
   launch_dependents();
   Squares mine{kNoExponent, 0};
-  static_assert(kMaxParts <= kThreads);
-  if (threadIdx.x < parts_of_matrix) mine = parts[blockIdx.y * parts_of_matrix + threadIdx.x];
+#pragma unroll
+  for (int i = 0; i < kMaxParts / kThreads; ++i) {
+    const int part = i * kThreads + threadIdx.x;
+    if (part < parts_of_matrix) mine = mine + parts[blockIdx.y * parts_of_matrix + part];
+  }
   const Squares total = sum_over_block(mine);
   const float norm = total.sum == 0 ? 1.0f : sqrtf(total.sum);
   const int exponent = total.sum == 0 ? 0 : -total.exponent;
@@ -149,21 +152,31 @@ __device__ __forceinline__ void divide(const T* stack, U* out, const Squares* pa
   const T* matrix = stack + int64_t{blockIdx.y} * rows * cols;
   U* to = out + int64_t{blockIdx.y} * rows * pitch;
   const uint32_t vectors_of_row = pitch / kVector;
-  const uint32_t vectors = rows * vectors_of_row;  // fits: a matrix has less than 2^35 elements
+  const uint32_t vectors = rows * vectors_of_row;  // a matrix has less than 2^34 elements
   const bool aligned = cols % kVector == 0;
-  for (uint32_t v = blockIdx.x * kThreads + threadIdx.x; v < vectors; v += gridDim.x * kThreads) {
-    const uint32_t row = v / vectors_of_row;
-    const int column = (v - row * vectors_of_row) * kVector;
-    float x[kVector];
-    load_vector(x, matrix + int64_t{row} * cols + column, cols - column, aligned);
-    uint4 packed;
-    uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
+  const uint32_t stride = gridDim.x * kThreads;
+  for (uint32_t v = blockIdx.x * kThreads + threadIdx.x; v < vectors; v += kInFlight * stride) {
+    float x[kInFlight][kVector];
+    int64_t at[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kVector / 2; ++i) {
-      pairs[i] = pack(quotient(x[2 * i] * half * rest, norm, reciprocal),
-                      quotient(x[2 * i + 1] * half * rest, norm, reciprocal), U{});
+    for (int j = 0; j < kInFlight; ++j) {
+      const uint32_t row = (v + j * stride) / vectors_of_row;
+      const int column = (v + j * stride - row * vectors_of_row) * kVector;
+      at[j] = int64_t{row} * pitch + column;
+      const int valid = row < rows ? cols - column : 0;
+      load_vector(x[j], matrix + int64_t{row} * cols + column, valid, aligned);
     }
-    *reinterpret_cast<uint4*>(to + int64_t{row} * pitch + column) = packed;
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      uint4 packed;
+      uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
+#pragma unroll
+      for (int i = 0; i < kVector / 2; ++i) {
+        pairs[i] = pack(quotient(x[j][2 * i] * half * rest, norm, reciprocal),
+                        quotient(x[j][2 * i + 1] * half * rest, norm, reciprocal), U{});
+      }
+      if (v + j * stride < vectors) *reinterpret_cast<uint4*>(to + at[j]) = packed;
+    }
   }
 }
 
