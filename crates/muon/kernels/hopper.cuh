@@ -175,7 +175,9 @@ __device__ __forceinline__ void fence_for_copy_engine() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- Fragments: 8 × 8 elements of 16 bits; lane l holds two of row l / 4, from column 2 (l % 4) ----
+// ---- Fragments ----
+//
+// 8 × 8 elements of 16 bits; lane l holds two of row l / 4, from column 2 (l % 4).
 
 // Four fragments; lane l gives the address of row l % 8 of fragment l / 8.
 template <bool kTransposed>

@@ -1,8 +1,10 @@
 // Normalization before Newton-Schulz: each matrix of a contiguous stack divided by its Frobenius
 // norm, at any scale, and rounded to the iteration's type with the pitch that its products need.
 //
-//   measure:  a part of a matrix a block → (e, s), where s = sum (x / 2^e)², 2^e near the largest |x|
-//   divide:   y = (x / 2^e) / sqrt(s), with e and s of the whole matrix
+//   measure:            a part of a matrix a block → e, near log2 of the largest |x|, and
+//                       s = sum of (x / 2^e)²
+//   divide:             y = (x / 2^e) / sqrt(s), with e and s of the whole matrix
+//   divide_transposed:  the transpose of that, for a matrix with more rows than columns
 //
 // All in f32. Powers of two are exact, so neither overflow nor underflow comes in before the last
 // rounding. Sums are hierarchical (thread, warp, block, matrix) in an order that depends on the
@@ -17,10 +19,10 @@ namespace {
 using namespace hopper;
 
 constexpr int kThreads = 256;
-constexpr int kVector = 8;                 // elements that a thread takes at once
-constexpr int kMaxParts = 512;             // of a matrix
-constexpr int kInFlight = 4;               // vectors that a thread loads before it uses them
-constexpr int kNoExponent = -1000;         // of a zero sum
+constexpr int kVector = 8;          // elements that a thread takes at once
+constexpr int kMaxParts = 512;      // of a matrix
+constexpr int kInFlight = 4;        // vectors that a thread loads before it uses them
+constexpr int kNoExponent = -1000;  // of a zero sum
 
 // sum · 4^exponent
 struct Squares {
@@ -124,11 +126,34 @@ __device__ __forceinline__ void measure(const T* stack, Squares* parts, int64_t 
   if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
 }
 
-// x / y from r = 1 / y, rounded once (Markstein), where nothing over- or underflows: y is from 1 to
-// 2^19, and a quotient so small that its remainder is lost is zero in 16 bits.
-__device__ __forceinline__ float quotient(float x, float y, float r) {
-  const float q = x * r;
-  return fmaf(fmaf(-q, y, x), r, q);
+// x ↦ (x / 2^e) / norm
+struct Normalizer {
+  float half, rest, norm, reciprocal;
+
+  __device__ explicit Normalizer(Squares total) {
+    const int exponent = total.sum == 0 ? 0 : -total.exponent;
+    half = power_of_two(exponent / 2);
+    rest = power_of_two(exponent - exponent / 2);
+    norm = total.sum == 0 ? 1.0f : sqrtf(total.sum);
+    reciprocal = 1.0f / norm;
+  }
+  // The division is rounded once (Markstein), where nothing over- or underflows: the norm is from 1
+  // to 2^19, and a quotient so small that its remainder is lost is zero in 16 bits.
+  __device__ __forceinline__ float operator()(float x) const {
+    const float scaled = x * half * rest, q = scaled * reciprocal;
+    return fmaf(fmaf(-q, norm, scaled), reciprocal, q);
+  }
+};
+
+// The sum of the parts of this block's matrix.
+__device__ __forceinline__ Squares sum_of_parts(const Squares* parts, int parts_of_matrix) {
+  Squares mine{kNoExponent, 0};
+#pragma unroll
+  for (int i = 0; i < kMaxParts / kThreads; ++i) {
+    const int part = i * kThreads + threadIdx.x;
+    if (part < parts_of_matrix) mine = mine + parts[blockIdx.y * parts_of_matrix + part];
+  }
+  return sum_over_block(mine);
 }
 
 // Grid: (anything, matrices). `pitch` is in elements, a multiple of 8; padding is zeroed.
@@ -137,18 +162,7 @@ __device__ __forceinline__ void divide(const T* stack, U* out, const Squares* pa
                                        int parts_of_matrix, int rows, int cols, int pitch) {
   wait_for_predecessors();
   launch_dependents();
-  Squares mine{kNoExponent, 0};
-#pragma unroll
-  for (int i = 0; i < kMaxParts / kThreads; ++i) {
-    const int part = i * kThreads + threadIdx.x;
-    if (part < parts_of_matrix) mine = mine + parts[blockIdx.y * parts_of_matrix + part];
-  }
-  const Squares total = sum_over_block(mine);
-  const float norm = total.sum == 0 ? 1.0f : sqrtf(total.sum);
-  const int exponent = total.sum == 0 ? 0 : -total.exponent;
-  const float half = power_of_two(exponent / 2), rest = power_of_two(exponent - exponent / 2);
-  const float reciprocal = 1.0f / norm;
-
+  const Normalizer normalized(sum_of_parts(parts, parts_of_matrix));
   const T* matrix = stack + int64_t{blockIdx.y} * rows * cols;
   U* to = out + int64_t{blockIdx.y} * rows * pitch;
   const uint32_t vectors_of_row = pitch / kVector;
@@ -172,10 +186,56 @@ __device__ __forceinline__ void divide(const T* stack, U* out, const Squares* pa
       uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
 #pragma unroll
       for (int i = 0; i < kVector / 2; ++i) {
-        pairs[i] = pack(quotient(x[j][2 * i] * half * rest, norm, reciprocal),
-                        quotient(x[j][2 * i + 1] * half * rest, norm, reciprocal), U{});
+        pairs[i] = pack(normalized(x[j][2 * i]), normalized(x[j][2 * i + 1]), U{});
       }
       if (v + j * stride < vectors) *reinterpret_cast<uint4*>(to + at[j]) = packed;
+    }
+  }
+}
+
+// `divide` with a transposed result, cols × rows, through tiles of 64 × 64. `pitch` is at least
+// `rows`.
+template <class T, class U>
+__device__ __forceinline__ void divide_transposed(const T* stack, U* out, const Squares* parts,
+                                                  int parts_of_matrix, int rows, int cols,
+                                                  int pitch) {
+  constexpr int kSide = 64, kPitch = kSide + 2;  // one word more a row keeps columns off one bank
+  __shared__ U tile[kSide * kPitch];
+  wait_for_predecessors();
+  launch_dependents();
+  const Normalizer normalized(sum_of_parts(parts, parts_of_matrix));
+
+  const T* matrix = stack + int64_t{blockIdx.y} * rows * cols;
+  U* to = out + int64_t{blockIdx.y} * cols * pitch;
+  const bool aligned = cols % kVector == 0;
+  const int tiles_across = (cols + kSide - 1) / kSide;
+  const int tiles = (pitch + kSide - 1) / kSide * tiles_across;
+  for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+    const int row = t / tiles_across * kSide, column = t % tiles_across * kSide;
+    __syncthreads();  // the last tile has been read
+#pragma unroll
+    for (int v = threadIdx.x; v < kSide * kSide / kVector; v += kThreads) {
+      const int r = v / (kSide / kVector), c = v % (kSide / kVector) * kVector;
+      float x[kVector];
+      load_vector(x, matrix + int64_t{row + r} * cols + column + c,
+                  row + r < rows ? cols - column - c : 0, aligned);
+#pragma unroll
+      for (int i = 0; i < kVector; i += 2) {
+        *reinterpret_cast<uint32_t*>(tile + r * kPitch + c + i) =
+            pack(normalized(x[i]), normalized(x[i + 1]), U{});
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int v = threadIdx.x; v < kSide * kSide / kVector; v += kThreads) {
+      const int c = v / (kSide / kVector), r = v % (kSide / kVector) * kVector;
+      alignas(16) U along[kVector];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) along[i] = tile[(r + i) * kPitch + c];
+      if (column + c < cols && row + r < pitch) {
+        *reinterpret_cast<uint4*>(to + int64_t{column + c} * pitch + row + r) =
+            *reinterpret_cast<uint4*>(along);
+      }
     }
   }
 }
@@ -193,6 +253,12 @@ __device__ __forceinline__ void divide(const T* stack, U* out, const Squares* pa
            const Squares* parts, int parts_of_matrix, int rows, int cols, int pitch) {         \
     divide(stack, out, parts, parts_of_matrix, rows, cols, pitch);                             \
   }
+#define DIVIDE_TRANSPOSED_KERNEL(name, type, out_type)                                         \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                       \
+      name(const type* __restrict__ stack, out_type* __restrict__ out,                         \
+           const Squares* parts, int parts_of_matrix, int rows, int cols, int pitch) {         \
+    divide_transposed(stack, out, parts, parts_of_matrix, rows, cols, pitch);                  \
+  }
 
 MEASURE_KERNEL(newton_schulz_measure_f32, float)
 MEASURE_KERNEL(newton_schulz_measure_f16, __half)
@@ -203,3 +269,9 @@ DIVIDE_KERNEL(newton_schulz_divide_bf16_f16, __nv_bfloat16, __half)
 DIVIDE_KERNEL(newton_schulz_divide_f32_bf16, float, __nv_bfloat16)
 DIVIDE_KERNEL(newton_schulz_divide_f16_bf16, __half, __nv_bfloat16)
 DIVIDE_KERNEL(newton_schulz_divide_bf16_bf16, __nv_bfloat16, __nv_bfloat16)
+DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_f32_f16, float, __half)
+DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_f16_f16, __half, __half)
+DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_bf16_f16, __nv_bfloat16, __half)
+DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_f32_bf16, float, __nv_bfloat16)
+DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_f16_bf16, __half, __nv_bfloat16)
+DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_bf16_bf16, __nv_bfloat16, __nv_bfloat16)

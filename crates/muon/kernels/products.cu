@@ -1,7 +1,8 @@
 // The products of Newton-Schulz on stacks of matrices, f16 or bf16 with sums in f32:
 //
-//   symmetric:  D = alpha · A·Bᵀ + from_a · A + from_b · B + diagonal · I,  D symmetric (n × n)
-//   apply:      D = alpha · A·B + from_b · B,                               A n × n, B n × m
+//   symmetric:        D = alpha · A·Bᵀ + from_a · A + from_b · B + diagonal · I,  D symmetric, n × n
+//   apply:            D = alpha · A·B + from_b · B,                      A n × n, B and D n × m
+//   apply_transposed: D = the transpose of that, m × n
 //
 // `symmetric` serves R = X Xᵀ (A = B = X, n × m) and the products of symmetric, commuting A and B.
 // It computes the tiles on and below the diagonal, and stores each twice, the second time
@@ -22,7 +23,9 @@
 //
 // A sum over K has the same order in any tile, so D does not depend on how the tiles are dealt.
 //
-// Every kernel lets its successor start early and waits for its predecessors before it reads.
+// Every kernel lets its successor start early and waits for its predecessors before it reads A and
+// B. `tiles` and `first` are read before that: they are written once, ahead of any launch. D is
+// neither A nor B.
 
 #include "hopper.cuh"
 #include "wgmma.cuh"
@@ -42,6 +45,10 @@ struct alignas(16) Tile {
   short shared;
 };
 
+// `kApplyTransposed` is for matrices with more rows than columns, which are iterated as transposes.
+enum class Op { kSymmetric, kApply, kApplyTransposed };
+
+// `alpha` is not zero.
 struct Scalars {
   float alpha;
   float from_a;
@@ -49,14 +56,14 @@ struct Scalars {
   float diagonal;
 };
 
-constexpr int kBlock = 64;                        // side of what a tensor map's box holds
+constexpr int kBlock = 64;  // side of what a tensor map's box holds
 constexpr uint32_t kBlockBytes = kBlock * kBlock * 2;
-constexpr int kWarpgroups = 2;                    // that compute
+constexpr int kWarpgroups = 2;  // that compute
 constexpr int kWarpgroupThreads = 128;
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
 constexpr uint32_t kABytes = kWarpgroups * kBlockBytes;
 constexpr uint32_t kStagingBytes = 2 * kBlockBytes;  // a warpgroup: two blocks on their way out
-constexpr uint32_t kAlignment = 1024;             // of a block in the 128-byte swizzle
+constexpr uint32_t kAlignment = 1024;  // of a block in the 128-byte swizzle
 
 // The ring of stages, as each of its users walks it, and what follows it in shared memory. The
 // narrower the tiles, the more stages fit, and the more are needed: a stage lasts less long.
@@ -86,7 +93,7 @@ struct Ring {
 };
 
 // Issues the loads of all tiles, from one lane.
-template <bool kSymmetric, class Ring>
+template <Op kOp, class Ring>
 __device__ __forceinline__ void load(Ring ring, const TensorMap* map_a, const TensorMap* map_b,
                                      const Tile* tiles, int begin, int end, int k_blocks,
                                      uint32_t rank) {
@@ -99,22 +106,23 @@ __device__ __forceinline__ void load(Ring ring, const TensorMap* map_a, const Te
     for (int k = 0; k < k_blocks; ++k) {
       barrier_wait(ring.empty(), ring.parity ^ 1);
       barrier_expect(ring.full(), kABytes + b_blocks * kBlockBytes);
-#pragma unroll
-      for (int w = 0; w < kWarpgroups; ++w) {
-        load_box(ring.a() + w * kBlockBytes, map_a, ring.full(), k * kBlock,
-                 tile.row + w * kBlock, tile.matrix);
-      }
+      // B first, since the peer waits for it too.
 #pragma unroll 1
       for (int c = b_first; c < b_blocks; c += b_step) {
         const int along_n = tile.column + c * kBlock;
-        const int column = kSymmetric ? k * kBlock : along_n;
-        const int row = kSymmetric ? along_n : k * kBlock;
+        const int column = kOp == Op::kSymmetric ? k * kBlock : along_n;
+        const int row = kOp == Op::kSymmetric ? along_n : k * kBlock;
         const uint32_t to = ring.b() + c * kBlockBytes;
         if (tile.shared) {
           load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
         } else {
           load_box(to, map_b, ring.full(), column, row, tile.matrix);
         }
+      }
+#pragma unroll
+      for (int w = 0; w < kWarpgroups; ++w) {
+        load_box(ring.a() + w * kBlockBytes, map_a, ring.full(), k * kBlock,
+                 tile.row + w * kBlock, tile.matrix);
       }
       ring.advance();
     }
@@ -196,12 +204,12 @@ __device__ __forceinline__ uint32_t mirror_lower(uint32_t f) {
 }
 
 // Rounds a 64 × 64 part of the accumulators and stores it at (row, column).
-template <class T, bool kSymmetric>
+template <class T, Op kOp>
 __device__ __forceinline__ void store_block(const float* acc, const Fragments& at,
                                             Staging& staging, const TensorMap* map, int row,
                                             int column, int matrix, const Scalars& s) {
   const int warp = threadIdx.x % kWarpgroupThreads / 32, lane = threadIdx.x % 32;
-  const bool on_diagonal = kSymmetric && row == column;
+  const bool on_diagonal = kOp == Op::kSymmetric && row == column;
   uint32_t f[4][4];
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
@@ -216,11 +224,13 @@ __device__ __forceinline__ void store_block(const float* acc, const Fragments& a
     }
   }
   if (!on_diagonal) {
-    const uint32_t block = staging.begin();
+    if constexpr (kOp != Op::kApplyTransposed) {
+      const uint32_t block = staging.begin();
 #pragma unroll
-    for (int c = 0; c < 4; ++c) store_fragments<false>(at.straight(block, c), f[c]);
-    staging.store(map, column, row, matrix);
-    if constexpr (kSymmetric) {
+      for (int c = 0; c < 4; ++c) store_fragments<false>(at.straight(block, c), f[c]);
+      staging.store(map, column, row, matrix);
+    }
+    if constexpr (kOp != Op::kApply) {
       const uint32_t transposed = staging.begin();
 #pragma unroll
       for (int c = 0; c < 4; ++c) store_fragments<true>(at.mirrored(transposed, c), f[c]);
@@ -245,11 +255,12 @@ __device__ __forceinline__ void store_block(const float* acc, const Fragments& a
 }
 
 // What a warpgroup does for one tile of `kColumns` columns.
-template <class T, bool kSymmetric, int kColumns, class Ring>
+template <class T, Op kOp, int kColumns, class Ring>
 __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Fragments& at,
                                         const TensorMap* map_d, const Tile& tile, int k_blocks,
                                         const Scalars& s) {
   constexpr int kBlocks = kColumns / kBlock;
+  constexpr bool kSymmetric = kOp == Op::kSymmetric;
   const int warpgroup = warp_index() / 4;
   const int row = tile.row + warpgroup * kBlock;
   const float ratio_a = s.from_a / s.alpha, ratio_b = s.from_b / s.alpha;
@@ -303,25 +314,25 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
   for (int c = 0; c < kBlocks; ++c) {
     const int column = tile.column + c * kBlock;
     if (!kSymmetric || column <= row) {
-      store_block<T, kSymmetric>(acc + 32 * c, at, staging, map_d, row, column, tile.matrix, s);
+      store_block<T, kOp>(acc + 32 * c, at, staging, map_d, row, column, tile.matrix, s);
     }
   }
 }
 
 // `compute` for a tile of at most `kColumns` columns.
-template <class T, bool kSymmetric, int kColumns, class Ring>
+template <class T, Op kOp, int kColumns, class Ring>
 __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const Fragments& at,
                                             const TensorMap* map_d, const Tile& tile, int k_blocks,
                                             const Scalars& s) {
   if (tile.columns == kColumns) {
-    compute<T, kSymmetric, kColumns>(ring, staging, at, map_d, tile, k_blocks, s);
+    compute<T, kOp, kColumns>(ring, staging, at, map_d, tile, k_blocks, s);
   } else if constexpr (kColumns > 64) {
-    compute_any<T, kSymmetric, kColumns - 64>(ring, staging, at, map_d, tile, k_blocks, s);
+    compute_any<T, kOp, kColumns - 64>(ring, staging, at, map_d, tile, k_blocks, s);
   }
 }
 
 // Cluster c works off the pairs first[c] .. first[c + 1] of `tiles`.
-template <class T, bool kSymmetric, int kMaxColumns>
+template <class T, Op kOp, int kMaxColumns>
 __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map_b,
                                     const TensorMap* map_d, const Tile* tiles, const int* first,
                                     int k_blocks, const Scalars& s) {
@@ -346,8 +357,8 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
 
   if (warpgroup == kWarpgroups) {
     give_registers<40>();
-    if (warp_index() == 4 * kWarpgroups && begin < end && elect()) {
-      load<kSymmetric>(ring, map_a, map_b, tiles, begin, end, k_blocks, rank);
+    if (warp_index() == 4 * kWarpgroups && elect()) {
+      load<kOp>(ring, map_a, map_b, tiles, begin, end, k_blocks, rank);
     }
   } else {
     take_registers<232>();
@@ -355,31 +366,42 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
     const Fragments at(thread);
     Staging staging{ring.shared + ring.kStagingAt + warpgroup * kStagingBytes,
                     1u + warpgroup, warp_index() % 4 == 0};
+    Tile tile = tiles[2 * begin + rank];
     for (int i = begin; i < end; ++i) {
-      const Tile tile = tiles[2 * i + rank];
-      compute_any<T, kSymmetric, kMaxColumns>(ring, staging, at, map_d, tile, k_blocks, s);
+      const Tile next = tiles[2 * min(i + 1, end - 1) + rank];
+      compute_any<T, kOp, kMaxColumns>(ring, staging, at, map_d, tile, k_blocks, s);
+      tile = next;
     }
     staging.end();
   }
-  cluster_sync();  // a block's shared memory lives until its peer has arrived there for the last time
+  cluster_sync();  // until then the peer may arrive at this block's barriers
 }
 
 }  // namespace
 
-#define PRODUCT_KERNEL(name, type, symmetric, columns)                                          \
+// Launch: clusters of 2 blocks of 384 threads, at most as many as fit at once (66 on an H200), each
+// with a pair at least; shared memory of 230464, 230496 and 230528 bytes for the kernels named 256,
+// 128 and 64 after the most columns of their tiles. `k_blocks` is the number of columns of A in
+// blocks of 64, rounded up.
+#define PRODUCT_KERNEL(name, type, op, columns)                                                 \
+  static_assert(Ring<columns>::kSharedBytes ==                                                  \
+                (columns == 256 ? 230464 : columns == 128 ? 230496 : 230528));                  \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)           \
       name(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,            \
            const __grid_constant__ TensorMap d, const Tile* __restrict__ tiles,                 \
            const int* __restrict__ first, int k_blocks, Scalars scalars) {                      \
-    run<type, symmetric, columns>(&a, &b, &d, tiles, first, k_blocks, scalars);                 \
+    run<type, op, columns>(&a, &b, &d, tiles, first, k_blocks, scalars);                        \
   }
-#define PRODUCT_KERNELS(columns)                                                              \
-  PRODUCT_KERNEL(newton_schulz_symmetric_f16_##columns, __half, true, columns)                \
-  PRODUCT_KERNEL(newton_schulz_symmetric_bf16_##columns, __nv_bfloat16, true, columns)        \
-  PRODUCT_KERNEL(newton_schulz_apply_f16_##columns, __half, false, columns)                   \
-  PRODUCT_KERNEL(newton_schulz_apply_bf16_##columns, __nv_bfloat16, false, columns)
+#define PRODUCT_KERNELS(columns)                                                                \
+  PRODUCT_KERNEL(newton_schulz_symmetric_f16_##columns, __half, Op::kSymmetric, columns)        \
+  PRODUCT_KERNEL(newton_schulz_symmetric_bf16_##columns, __nv_bfloat16, Op::kSymmetric, columns) \
+  PRODUCT_KERNEL(newton_schulz_apply_f16_##columns, __half, Op::kApply, columns)                \
+  PRODUCT_KERNEL(newton_schulz_apply_bf16_##columns, __nv_bfloat16, Op::kApply, columns)        \
+  PRODUCT_KERNEL(newton_schulz_apply_transposed_f16_##columns, __half, Op::kApplyTransposed,    \
+                 columns)                                                                       \
+  PRODUCT_KERNEL(newton_schulz_apply_transposed_bf16_##columns, __nv_bfloat16,                  \
+                 Op::kApplyTransposed, columns)
 
-// The number is the most columns of a tile.
 PRODUCT_KERNELS(256)
 PRODUCT_KERNELS(128)
 PRODUCT_KERNELS(64)
