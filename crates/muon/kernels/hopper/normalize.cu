@@ -1,10 +1,12 @@
-// Normalization before Newton-Schulz: each matrix of a contiguous stack divided by its Frobenius
-// norm, at any scale, and rounded to the iteration's type with the pitch that its products need.
+// Around the products of Newton-Schulz. Before them, each matrix, at an address of its own, is
+// divided by its Frobenius norm, at any scale, and rounded into a stack of the iteration's type with
+// the pitch that its products need; after them, a stack becomes f32 without padding.
 //
 //   measure:            a part of a matrix a block → e, near log2 of the largest |x|, and
 //                       s = sum of (x / 2^e)²
 //   divide:             y = (x / 2^e) / sqrt(s), with e and s of the whole matrix
 //   divide_transposed:  the transpose of that, for a matrix with more rows than columns
+//   widen:              a stack with a pitch → a contiguous one in f32
 //
 // All in f32. Powers of two are exact, so neither overflow nor underflow comes in before the last
 // rounding. Sums are hierarchical (thread, warp, block, matrix) in an order that depends on the
@@ -23,6 +25,19 @@ constexpr int kVector = 8;          // elements that a thread takes at once
 constexpr int kMaxParts = 512;      // of a matrix
 constexpr int kInFlight = 4;        // vectors that a thread loads before it uses them
 constexpr int kNoExponent = -1000;  // of a zero sum
+constexpr int kMatrices = 128;      // of a launch
+
+// Where contiguous matrices lie, by value: 1 KiB of a kernel's arguments.
+struct Addresses {
+  uint64_t of[kMatrices];
+};
+
+template <class T>
+__device__ __forceinline__ const T* matrix_at(const Addresses& from, bool* aligned) {
+  const uint64_t address = from.of[blockIdx.y];
+  *aligned = address % 16 == 0;
+  return reinterpret_cast<const T*>(address);
+}
 
 // sum · 4^exponent
 struct Squares {
@@ -106,9 +121,9 @@ __device__ __forceinline__ void load_vector(float* x, const T* from, int64_t cou
 
 // Grid: (parts of a matrix, at most 512 and chosen by its shape alone; matrices).
 template <class T>
-__device__ __forceinline__ void measure(const T* stack, Squares* parts, int64_t elements) {
-  const T* matrix = stack + blockIdx.y * elements;
-  const bool aligned = elements % kVector == 0;
+__device__ __forceinline__ void measure(const Addresses& from, Squares* parts, int64_t elements) {
+  bool aligned;
+  const T* matrix = matrix_at<T>(from, &aligned);
   const int64_t stride = int64_t{gridDim.x} * kThreads * kVector;
   Squares mine{kNoExponent, 0};
   wait_for_predecessors();
@@ -158,16 +173,17 @@ __device__ __forceinline__ Squares sum_of_parts(const Squares* parts, int parts_
 
 // Grid: (anything, matrices). `pitch` is in elements, a multiple of 8; padding is zeroed.
 template <class T, class U>
-__device__ __forceinline__ void divide(const T* stack, U* out, const Squares* parts,
+__device__ __forceinline__ void divide(const Addresses& from, U* out, const Squares* parts,
                                        int parts_of_matrix, int rows, int cols, int pitch) {
   wait_for_predecessors();
   launch_dependents();
   const Normalizer normalized(sum_of_parts(parts, parts_of_matrix));
-  const T* matrix = stack + int64_t{blockIdx.y} * rows * cols;
+  bool aligned;
+  const T* matrix = matrix_at<T>(from, &aligned);
+  aligned = aligned && cols % kVector == 0;
   U* to = out + int64_t{blockIdx.y} * rows * pitch;
   const uint32_t vectors_of_row = pitch / kVector;
   const uint32_t vectors = rows * vectors_of_row;  // a matrix has less than 2^34 elements
-  const bool aligned = cols % kVector == 0;
   const uint32_t stride = gridDim.x * kThreads;
   for (uint32_t v = blockIdx.x * kThreads + threadIdx.x; v < vectors; v += kInFlight * stride) {
     float x[kInFlight][kVector];
@@ -196,18 +212,19 @@ __device__ __forceinline__ void divide(const T* stack, U* out, const Squares* pa
 // `divide` with a transposed result, cols × rows, through tiles of 64 × 64. `pitch` is at least
 // `rows`.
 template <class T, class U>
-__device__ __forceinline__ void divide_transposed(const T* stack, U* out, const Squares* parts,
-                                                  int parts_of_matrix, int rows, int cols,
-                                                  int pitch) {
+__device__ __forceinline__ void divide_transposed(const Addresses& from, U* out,
+                                                  const Squares* parts, int parts_of_matrix,
+                                                  int rows, int cols, int pitch) {
   constexpr int kSide = 64, kPitch = kSide + 2;  // one word more a row keeps columns off one bank
   __shared__ U tile[kSide * kPitch];
   wait_for_predecessors();
   launch_dependents();
   const Normalizer normalized(sum_of_parts(parts, parts_of_matrix));
 
-  const T* matrix = stack + int64_t{blockIdx.y} * rows * cols;
+  bool aligned;
+  const T* matrix = matrix_at<T>(from, &aligned);
+  aligned = aligned && cols % kVector == 0;
   U* to = out + int64_t{blockIdx.y} * cols * pitch;
-  const bool aligned = cols % kVector == 0;
   const int tiles_across = (cols + kSide - 1) / kSide;
   const int tiles = (pitch + kSide - 1) / kSide * tiles_across;
   for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
@@ -240,24 +257,60 @@ __device__ __forceinline__ void divide_transposed(const T* stack, U* out, const 
   }
 }
 
+// Grid: (anything, matrices). `from` has rows of `pitch` elements, a multiple of 8.
+template <class T>
+__device__ __forceinline__ void widen(const T* stack, float* out, int rows, int cols, int pitch) {
+  wait_for_predecessors();
+  launch_dependents();
+  const T* from = stack + int64_t{blockIdx.y} * rows * pitch;
+  float* to = out + int64_t{blockIdx.y} * rows * cols;
+  const uint32_t vectors_of_row = pitch / kVector;
+  const uint32_t vectors = rows * vectors_of_row;
+  const bool aligned = cols % kVector == 0;
+  const uint32_t stride = gridDim.x * kThreads;
+  for (uint32_t v = blockIdx.x * kThreads + threadIdx.x; v < vectors; v += stride) {
+    const uint32_t row = v / vectors_of_row;
+    const int column = (v - row * vectors_of_row) * kVector;
+    float x[kVector];
+    load_vector(x, from + int64_t{v} * kVector, kVector, true);
+    float* at = to + int64_t{row} * cols + column;
+    if (aligned) {
+      reinterpret_cast<float4*>(at)[0] = make_float4(x[0], x[1], x[2], x[3]);
+      reinterpret_cast<float4*>(at)[1] = make_float4(x[4], x[5], x[6], x[7]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (column + i < cols) at[i] = x[i];
+      }
+    }
+  }
+}
+
 }  // namespace
 
 #define MEASURE_KERNEL(name, type)                                                             \
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \
-      name(const type* __restrict__ stack, Squares* __restrict__ parts, int64_t elements) {    \
-    measure(stack, parts, elements);                                                           \
+      name(const __grid_constant__ Addresses from, Squares* __restrict__ parts,                \
+           int64_t elements) {                                                                 \
+    measure<type>(from, parts, elements);                                                      \
   }
 #define DIVIDE_KERNEL(name, type, out_type)                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \
-      name(const type* __restrict__ stack, out_type* __restrict__ out,                         \
+      name(const __grid_constant__ Addresses from, out_type* __restrict__ out,                 \
            const Squares* parts, int parts_of_matrix, int rows, int cols, int pitch) {         \
-    divide(stack, out, parts, parts_of_matrix, rows, cols, pitch);                             \
+    divide<type>(from, out, parts, parts_of_matrix, rows, cols, pitch);                        \
   }
 #define DIVIDE_TRANSPOSED_KERNEL(name, type, out_type)                                         \
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \
-      name(const type* __restrict__ stack, out_type* __restrict__ out,                         \
+      name(const __grid_constant__ Addresses from, out_type* __restrict__ out,                 \
            const Squares* parts, int parts_of_matrix, int rows, int cols, int pitch) {         \
-    divide_transposed(stack, out, parts, parts_of_matrix, rows, cols, pitch);                  \
+    divide_transposed<type>(from, out, parts, parts_of_matrix, rows, cols, pitch);             \
+  }
+#define WIDEN_KERNEL(name, type)                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                       \
+      name(const type* __restrict__ stack, float* __restrict__ out, int rows, int cols,        \
+           int pitch) {                                                                        \
+    widen(stack, out, rows, cols, pitch);                                                      \
   }
 
 MEASURE_KERNEL(newton_schulz_measure_f32, float)
@@ -275,3 +328,5 @@ DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_bf16_f16, __nv_bfloat16
 DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_f32_bf16, float, __nv_bfloat16)
 DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_f16_bf16, __half, __nv_bfloat16)
 DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_bf16_bf16, __nv_bfloat16, __nv_bfloat16)
+WIDEN_KERNEL(newton_schulz_widen_f16, __half)
+WIDEN_KERNEL(newton_schulz_widen_bf16, __nv_bfloat16)
