@@ -50,6 +50,8 @@
 //! ```
 
 mod adamw_group;
+#[cfg(any(feature = "cuda", test))]
+mod choice;
 mod coefficients;
 mod config;
 #[cfg(feature = "cuda")]
@@ -57,7 +59,10 @@ mod config;
 mod cuda;
 mod elementwise;
 mod error;
+#[cfg(any(feature = "cuda", test))]
+mod hopper;
 mod iteration;
+mod kernels;
 mod method;
 mod muon_group;
 mod newton_schulz;
@@ -71,10 +76,13 @@ mod scale;
 mod survey;
 mod weights;
 
+#[cfg(feature = "cuda")]
+pub use choice::{Choice, Products};
 pub use coefficients::{Coefficients, CustomCoefficients};
 pub use config::{AdamWConfig, MuonConfig, MuonWithAdamWConfig};
 pub use elementwise::{accumulate, adamw_update, apply_update, momentum_update};
 pub use error::Error;
+pub use kernels::Kernels;
 pub use method::Method;
 pub use newton_schulz::NewtonSchulz;
 pub use optimizer::{Muon, MuonWithAdamW, MuonWithAdamWGroups};

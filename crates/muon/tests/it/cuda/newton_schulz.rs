@@ -161,6 +161,7 @@ fn normalization(iterate: Precision) -> NewtonSchulz {
         coefficients: Coefficients::custom(vec![[1.0, 0.0, 0.0]]).unwrap(),
         steps: 1,
         iterate,
+        ..NewtonSchulz::default()
     }
 }
 
