@@ -30,13 +30,17 @@ pub(super) fn view_mut<'a, T: CudaDType>(
     Ok(storage.as_cuda_slice_mut::<T>()?.slice_mut(start..end))
 }
 
-/// Where a contiguous tensor begins on its device. It stands for as long as the tensor does.
-pub(super) fn address<T: CudaDType>(x: &Tensor) -> Result<u64> {
+/// Where a contiguous tensor begins on a device. It stands for as long as the tensor does.
+pub(super) fn address<T: CudaDType>(device: &CudaDevice, x: &Tensor) -> Result<u64> {
     let (storage, layout) = x.storage_and_layout();
-    let Storage::Cuda(storage) = &*storage else {
-        bail!("expected a tensor on a CUDA device");
+    let storage = match &*storage {
+        Storage::Cuda(storage) if storage.device.id() == device.id() => storage,
+        other => bail!(
+            "expected a tensor on {device:?}, got one on {:?}",
+            other.device()
+        ),
     };
-    let stream = storage.device.cuda_stream();
+    let stream = device.cuda_stream();
     let elements = view::<T>(storage, layout)?;
     let (address, _read) = elements.device_ptr(&stream);
     Ok(address)

@@ -49,7 +49,7 @@ fn normalize_to<T: Element>(
     for (part, transposed) in parts {
         let mut addresses = [0u64; MATRICES];
         for (to, x) in addresses.iter_mut().zip(part) {
-            *to = address::<f32>(x)?;
+            *to = address::<f32>(device, x)?;
         }
         let end = start + part.len();
         let found = surveys.slice(FIELDS * start..FIELDS * end);

@@ -113,7 +113,10 @@ fn compute_in<T: Element>(product: &Product<'_>, device: &CudaDevice) -> Result<
             beta
         }
     };
-    let (a, b) = (address::<T>(product.a)?, address::<T>(product.b)?);
+    let (a, b) = (
+        address::<T>(device, product.a)?,
+        address::<T>(device, product.b)?,
+    );
     let side = |side: usize| i32::try_from(side).map_err(candle_core::Error::wrap);
     let (columns, rows, inner, count) = (side(m)?, side(n)?, side(k)?, side(batch)?);
     // cuBLAS counts down columns, so that it sees transposes: Dᵀ = Bᵀ Aᵀ.

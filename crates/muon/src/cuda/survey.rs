@@ -35,7 +35,7 @@ pub(crate) fn survey(device: &CudaDevice, tensors: &[Tensor]) -> Result<Vec<Surv
 pub(super) fn findings(device: &CudaDevice, tensors: &[Tensor]) -> Result<CudaSlice<f64>> {
     let tables = tensors
         .chunks(TENSORS)
-        .map(Table::new)
+        .map(|tensors| Table::new(device, tensors))
         .collect::<Result<Vec<_>>>()?;
     let chunks = tables.iter().map(Table::blocks).max().unwrap_or(0);
     // SAFETY: the launches are in order; each reads of `chunks` what it has written.
@@ -79,7 +79,7 @@ struct Table {
 }
 
 impl Table {
-    fn new(tensors: &[Tensor]) -> Result<Self> {
+    fn new(device: &CudaDevice, tensors: &[Tensor]) -> Result<Self> {
         let mut table = Self {
             count: tensors.len() as u32,
             addresses: [0; TENSORS],
@@ -89,10 +89,10 @@ impl Table {
         };
         for (i, x) in tensors.iter().enumerate() {
             (table.addresses[i], table.dtypes[i]) = match x.dtype() {
-                DType::F32 => (address::<f32>(x)?, 0),
-                DType::F16 => (address::<f16>(x)?, 1),
-                DType::BF16 => (address::<bf16>(x)?, 2),
-                DType::F64 => (address::<f64>(x)?, 3),
+                DType::F32 => (address::<f32>(device, x)?, 0),
+                DType::F16 => (address::<f16>(device, x)?, 1),
+                DType::BF16 => (address::<bf16>(device, x)?, 2),
+                DType::F64 => (address::<f64>(device, x)?, 3),
                 other => bail!("expected floating point, got {other:?}"),
             };
             table.lengths[i] = x.elem_count() as u64;

@@ -5,6 +5,8 @@ mod bad_gradients;
 mod bad_models;
 mod bad_settings;
 mod clipping;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod deepspeed;
 mod faults;
 mod golden;
