@@ -15,6 +15,7 @@
 //! Everything runs where its tensors are: on a CPU, and with the feature `cuda` on NVIDIA devices,
 //! whose stream it leaves only to read a [`Survey`]. To build that feature needs `nvcc`, which is
 //! looked for in `CUDA_HOME` and on the `PATH`; `CUDA_COMPUTE_CAP` (default 80) says for which devices.
+//! Newton-Schulz has kernels of its own for compute capability 9.0, see [`Kernels`].
 //!
 //! The parts know nothing of ranks or shards: the element-wise steps are linear or local, so that a
 //! caller who owns slices of parameters can run them on slices, and needs whole matrices for
@@ -76,7 +77,7 @@ mod scale;
 mod survey;
 mod weights;
 
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "cuda", test))]
 pub use choice::{Choice, Products};
 pub use coefficients::{Coefficients, CustomCoefficients};
 pub use config::{AdamWConfig, MuonConfig, MuonWithAdamWConfig};

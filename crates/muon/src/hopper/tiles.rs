@@ -169,8 +169,8 @@ impl Cutter {
         let mut crossing = Vec::new();
         for first in (0..bands).step_by(SQUARE / BAND) {
             for left in (0..columns).step_by(square) {
-                for band in first..bands.min(first + SQUARE / BAND) {
-                    let own = widths[band].columns();
+                for (band, own) in widths.iter().enumerate().skip(first).take(SQUARE / BAND) {
+                    let own = own.columns();
                     let end = self.end(band);
                     let right = if own == width {
                         end.min(left + square)

@@ -1,6 +1,7 @@
 //! What comes before the products and after them: normalization into a stack with a pitch, and a
 //! stack with a pitch as a contiguous one in f32.
 
+use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 use cudarc::driver::{CudaFunction, CudaStream, CudaViewMut, DevicePtrMut};
 use half::{bf16, f16};
@@ -75,7 +76,7 @@ impl Edges {
     /// Normalizes contiguous matrices, as many as `x` has, into it.
     pub(super) fn normalize(
         &self,
-        stream: &CudaStream,
+        device: &CudaDevice,
         wide: &[Tensor],
         tall: &[Tensor],
     ) -> Result<()> {
@@ -91,7 +92,7 @@ impl Edges {
         for (matrices, transposed) in [(wide, false), (tall, true)] {
             let of_one_dtype = matrices.chunk_by(|a, b| a.dtype() == b.dtype());
             for run in of_one_dtype.flat_map(|run| run.chunks(MATRICES)) {
-                self.normalize_run(stream, run, transposed, first)?;
+                self.normalize_run(device, run, transposed, first)?;
                 first += run.len();
             }
         }
@@ -100,7 +101,7 @@ impl Edges {
 
     fn normalize_run(
         &self,
-        stream: &CudaStream,
+        device: &CudaDevice,
         run: &[Tensor],
         transposed: bool,
         first: usize,
@@ -112,15 +113,16 @@ impl Edges {
         let normalizer = &self.normalizers[index];
         let (n, m) = (self.x.rows, self.x.cols);
         let (rows, cols) = if transposed { (m, n) } else { (n, m) };
+        let stream = device.cuda_stream();
         let mut addresses = [0u64; MATRICES];
         for (to, x) in addresses.iter_mut().zip(run) {
             if x.dims() != [rows, cols] {
                 bail!("expected a matrix of {rows} x {cols}, got {:?}", x.shape());
             }
             *to = match dtype {
-                DType::F32 => address::<f32>(x)?,
-                DType::F16 => address::<f16>(x)?,
-                _ => address::<bf16>(x)?,
+                DType::F32 => address::<f32>(device, x)?,
+                DType::F16 => address::<f16>(device, x)?,
+                _ => address::<bf16>(device, x)?,
             };
         }
         let (parts, count) = self.parts;
@@ -130,7 +132,7 @@ impl Edges {
         let grid = grid(count, run.len());
         // SAFETY: `newton_schulz_measure_*(from, parts, elements)`, with an address of so many live
         // elements for each matrix, and room for a part for each block.
-        unsafe { launch(stream, &normalizer.measure, grid, &mut arguments) }?;
+        unsafe { launch(&stream, &normalizer.measure, grid, &mut arguments) }?;
 
         let out = self.x.skip(first).address;
         let [parts_of_matrix, rows, cols, pitch] =
@@ -156,7 +158,7 @@ impl Edges {
         let grid = grid_of(blocks, run.len());
         // SAFETY: `newton_schulz_divide_*(from, out, parts, parts_of_matrix, rows, cols, pitch)`, with
         // the same addresses and parts, and from `out` on a place in X for each matrix.
-        unsafe { launch(stream, kernel, grid, &mut arguments) }
+        unsafe { launch(&stream, kernel, grid, &mut arguments) }
     }
 
     /// Writes the wide (0) or the tall (1) results to a contiguous stack.

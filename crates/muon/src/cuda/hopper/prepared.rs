@@ -27,6 +27,7 @@ unsafe impl DeviceRepr for Tile {}
 
 /// A kind of batch in a workspace. It refers to the workspace, which must outlive its use.
 pub(super) struct Prepared {
+    device: CudaDevice,
     stream: Arc<CudaStream>,
     edges: Edges,
     launches: Vec<Launch>,
@@ -99,6 +100,7 @@ impl Prepared {
         let x = stacks.all(Buffer::X);
         Ok(Self {
             edges: Edges::new(modules, kind.dtype, x, (parts, batch.parts()), results)?,
+            device: device.clone(),
             stream,
             launches,
             _tiles: tiles,
@@ -110,7 +112,7 @@ impl Prepared {
     /// Normalizes contiguous matrices into the workspace.
     pub(super) fn normalize(&self, wide: &[Tensor], tall: &[Tensor]) -> Result<()> {
         self.stream.context().bind_to_thread().w()?;
-        self.edges.normalize(&self.stream, wide, tall)
+        self.edges.normalize(&self.device, wide, tall)
     }
 
     /// Runs the products, as a graph where that is asked for.
