@@ -92,7 +92,7 @@ impl NewtonSchulz {
         } else {
             (&matrices, &[])
         };
-        let (wide, tall) = self.iterate(wide, tall, sides(rows, cols))?;
+        let (wide, tall) = self.iterate(wide, tall, sides(rows, cols), DType::F32)?;
         let results = wide.or(tall).expect("there is at least one matrix");
         Ok(results.reshape(x.shape())?)
     }
@@ -103,6 +103,23 @@ impl NewtonSchulz {
     /// # Errors
     /// As [`Self::orthogonalize`], before any work is done.
     pub fn orthogonalize_all(&self, matrices: &[Tensor]) -> Result<Vec<Tensor>, Error> {
+        self.all(matrices, |_| DType::F32)
+    }
+
+    /// The same with results in the iteration's dtype, [`Precision::on`] their device: the values of
+    /// [`Self::orthogonalize_all`], without the pass that makes them f32.
+    ///
+    /// # Errors
+    /// As [`Self::orthogonalize`], before any work is done.
+    pub fn orthogonalize_all_as_iterated(&self, matrices: &[Tensor]) -> Result<Vec<Tensor>, Error> {
+        self.all(matrices, |device| self.iterate.on(device))
+    }
+
+    fn all(
+        &self,
+        matrices: &[Tensor],
+        results_on: impl Fn(&Device) -> DType,
+    ) -> Result<Vec<Tensor>, Error> {
         for x in matrices {
             if x.rank() != 2 {
                 return Err(not_a_matrix("2 dimensions", x));
@@ -114,7 +131,7 @@ impl NewtonSchulz {
         for (index, x) in matrices.iter().enumerate() {
             let (rows, cols) = x.dims2()?;
             if x.elem_count() == 0 {
-                results[index] = Some(plain(x)?);
+                results[index] = Some(plain(x)?.to_dtype(results_on(x.device()))?);
                 continue;
             }
             let [wide, tall] = groups.entry(sides(rows, cols)).or_default();
@@ -123,7 +140,12 @@ impl NewtonSchulz {
             turned.indices.push(index);
         }
         for (sides, [wide, tall]) in groups {
-            let stacks = self.iterate(&wide.matrices, &tall.matrices, sides)?;
+            let (wide_first, tall_first) = (wide.matrices.first(), tall.matrices.first());
+            let Some(first) = wide_first.or(tall_first) else {
+                continue;
+            };
+            let to = results_on(first.device());
+            let stacks = self.iterate(&wide.matrices, &tall.matrices, sides, to)?;
             for (stack, turned) in [(stacks.0, wide), (stacks.1, tall)] {
                 for (place, index) in turned.indices.into_iter().enumerate() {
                     results[index] = stack.as_ref().map(|stack| stack.get(place)).transpose()?;
@@ -182,12 +204,13 @@ impl NewtonSchulz {
 
     /// Orthogonalizes contiguous matrices `wide`, n × m each with n ≤ m, and `tall`, m × n each, in one batch:
     /// `NS(Xᵀ) = NS(X)ᵀ`, and the products of the short side are the small ones. Gives a contiguous
-    /// f32 stack of each kind that there is.
+    /// stack of each kind that there is, in `to`: f32, or the iteration's dtype.
     fn iterate(
         &self,
         wide: &[Tensor],
         tall: &[Tensor],
         (n, m): (usize, usize),
+        to: DType,
     ) -> Result<(Option<Tensor>, Option<Tensor>), Error> {
         let Some(first) = wide.first().or(tall.first()) else {
             return Ok((None, None));
@@ -195,7 +218,8 @@ impl NewtonSchulz {
         let dtype = self.iterate.on(first.device());
         #[cfg(feature = "cuda")]
         if let Device::Cuda(device) = first.device() {
-            let results = cuda::orthogonalize_on_hopper(self, device, dtype, wide, tall, (n, m))?;
+            let results =
+                cuda::orthogonalize_on_hopper(self, device, (dtype, to), wide, tall, (n, m))?;
             if let Some(results) = results {
                 return Ok(results);
             }
@@ -215,8 +239,12 @@ impl NewtonSchulz {
             })
         };
         let (wide, tall) = (part(0, wide.len())?, part(wide.len(), tall.len())?);
-        let wide = wide.map(|x| x.to_dtype(DType::F32)).transpose()?;
-        let tall = tall.map(|x| widen_transposed(&x)).transpose()?;
+        let wide = wide.map(|x| x.to_dtype(to)).transpose()?;
+        let turn = |x: Tensor| match to {
+            DType::F32 => widen_transposed(&x),
+            _ => x.t()?.contiguous(),
+        };
+        let tall = tall.map(turn).transpose()?;
         Ok((wide, tall))
     }
 

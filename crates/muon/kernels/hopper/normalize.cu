@@ -1,12 +1,12 @@
 // Around the products of Newton-Schulz. Before them, each matrix, at an address of its own, is
 // divided by its Frobenius norm, at any scale, and rounded into a stack of the iteration's type with
-// the pitch that its products need; after them, a stack becomes f32 without padding.
+// the pitch that its products need; after them, a stack loses its padding.
 //
 //   measure:            a part of a matrix a block → e, near log2 of the largest |x|, and
 //                       s = sum of (x / 2^e)²
 //   divide:             y = (x / 2^e) / sqrt(s), with e and s of the whole matrix
 //   divide_transposed:  the transpose of that, for a matrix with more rows than columns
-//   widen:              a stack with a pitch → a contiguous one in f32
+//   unpad:              a stack with a pitch → a contiguous one in its type or in f32
 //
 // All in f32. Powers of two are exact, so neither overflow nor underflow comes in before the last
 // rounding. Sums are hierarchical (thread, warp, block, matrix) in an order that depends on the
@@ -257,13 +257,28 @@ __device__ __forceinline__ void divide_transposed(const Addresses& from, U* out,
   }
 }
 
-// Grid: (anything, matrices). `from` has rows of `pitch` elements, a multiple of 8.
-template <class T>
-__device__ __forceinline__ void widen(const T* stack, float* out, int rows, int cols, int pitch) {
+__device__ __forceinline__ void store_vector(float* to, const float* x) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+template <class U>
+__device__ __forceinline__ void store_vector(U* to, const float* x) {
+  uint4 packed;
+  uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i) pairs[i] = pack(x[2 * i], x[2 * i + 1], U{});
+  *reinterpret_cast<uint4*>(to) = packed;
+}
+
+// Grid: (anything, matrices). `stack` has rows of `pitch` elements, a multiple of 8. Every value of
+// T is one of U.
+template <class T, class U>
+__device__ __forceinline__ void unpad(const T* stack, U* out, int rows, int cols, int pitch) {
   wait_for_predecessors();
   launch_dependents();
   const T* from = stack + int64_t{blockIdx.y} * rows * pitch;
-  float* to = out + int64_t{blockIdx.y} * rows * cols;
+  U* to = out + int64_t{blockIdx.y} * rows * cols;
   const uint32_t vectors_of_row = pitch / kVector;
   const uint32_t vectors = rows * vectors_of_row;
   const bool aligned = cols % kVector == 0;
@@ -273,14 +288,13 @@ __device__ __forceinline__ void widen(const T* stack, float* out, int rows, int 
     const int column = (v - row * vectors_of_row) * kVector;
     float x[kVector];
     load_vector(x, from + int64_t{v} * kVector, kVector, true);
-    float* at = to + int64_t{row} * cols + column;
+    U* at = to + int64_t{row} * cols + column;
     if (aligned) {
-      reinterpret_cast<float4*>(at)[0] = make_float4(x[0], x[1], x[2], x[3]);
-      reinterpret_cast<float4*>(at)[1] = make_float4(x[4], x[5], x[6], x[7]);
+      store_vector(at, x);
     } else {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        if (column + i < cols) at[i] = x[i];
+        if (column + i < cols) at[i] = U(x[i]);
       }
     }
   }
@@ -306,11 +320,11 @@ __device__ __forceinline__ void widen(const T* stack, float* out, int rows, int 
            const Squares* parts, int parts_of_matrix, int rows, int cols, int pitch) {         \
     divide_transposed<type>(from, out, parts, parts_of_matrix, rows, cols, pitch);             \
   }
-#define WIDEN_KERNEL(name, type)                                                               \
+#define UNPAD_KERNEL(name, type, out_type)                                                     \
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \
-      name(const type* __restrict__ stack, float* __restrict__ out, int rows, int cols,        \
+      name(const type* __restrict__ stack, out_type* __restrict__ out, int rows, int cols,     \
            int pitch) {                                                                        \
-    widen(stack, out, rows, cols, pitch);                                                      \
+    unpad(stack, out, rows, cols, pitch);                                                      \
   }
 
 MEASURE_KERNEL(newton_schulz_measure_f32, float)
@@ -328,5 +342,7 @@ DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_bf16_f16, __nv_bfloat16
 DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_f32_bf16, float, __nv_bfloat16)
 DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_f16_bf16, __half, __nv_bfloat16)
 DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_bf16_bf16, __nv_bfloat16, __nv_bfloat16)
-WIDEN_KERNEL(newton_schulz_widen_f16, __half)
-WIDEN_KERNEL(newton_schulz_widen_bf16, __nv_bfloat16)
+UNPAD_KERNEL(newton_schulz_unpad_f16_f32, __half, float)
+UNPAD_KERNEL(newton_schulz_unpad_bf16_f32, __nv_bfloat16, float)
+UNPAD_KERNEL(newton_schulz_unpad_f16_f16, __half, __half)
+UNPAD_KERNEL(newton_schulz_unpad_bf16_bf16, __nv_bfloat16, __nv_bfloat16)

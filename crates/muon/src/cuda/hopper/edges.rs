@@ -1,9 +1,9 @@
 //! What comes before the products and after them: normalization into a stack with a pitch, and a
-//! stack with a pitch as a contiguous one in f32.
+//! stack without its padding.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
-use cudarc::driver::{CudaFunction, CudaStream, CudaViewMut, DevicePtrMut};
+use cudarc::driver::{CudaFunction, CudaStream};
 use half::{bf16, f16};
 
 use super::maps::Stack;
@@ -30,11 +30,12 @@ const INPUTS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 pub(super) struct Edges {
     /// One for each of `INPUTS`.
     normalizers: [Normalizer; 3],
-    widen: CudaFunction,
+    /// To the iteration's dtype.
+    unpad: CudaFunction,
+    unpad_to_f32: CudaFunction,
     x: Stack,
     /// The address of the parts of sums of squares, and how many a matrix has.
     parts: (u64, usize),
-    results: [Stack; 2],
 }
 
 struct Normalizer {
@@ -44,14 +45,13 @@ struct Normalizer {
 }
 
 impl Edges {
-    /// From matrices to `x`, which has tall ones as their transposes, and from `results`, wide ones
-    /// and tall ones. `parts` is where sums of squares go, and how many a matrix has.
+    /// From matrices to `x`, which has tall ones as their transposes. `parts` is where sums of
+    /// squares go, and how many a matrix has.
     pub(super) fn new(
         modules: &Modules,
         dtype: DType,
         x: Stack,
         parts: (u64, usize),
-        results: [Stack; 2],
     ) -> Result<Self> {
         let to = dtype.as_str();
         let kernel = |name: &str| modules.edge(&format!("newton_schulz_{name}"));
@@ -66,10 +66,10 @@ impl Edges {
         let [f32, f16, bf16] = INPUTS.map(normalizer);
         Ok(Self {
             normalizers: [f32?, f16?, bf16?],
-            widen: kernel(&format!("widen_{to}"))?,
+            unpad: kernel(&format!("unpad_{to}_{to}"))?,
+            unpad_to_f32: kernel(&format!("unpad_{to}_f32"))?,
             x,
             parts,
-            results,
         })
     }
 
@@ -161,20 +161,27 @@ impl Edges {
         unsafe { launch(&stream, kernel, grid, &mut arguments) }
     }
 
-    /// Writes the wide (0) or the tall (1) results to a contiguous stack.
-    pub(super) fn widen(
+    /// Writes a stack of the workspace to a contiguous one at an address, in f32 or as it is.
+    ///
+    /// # Safety
+    /// There is room for all matrices at the address.
+    pub(super) unsafe fn unpad(
         &self,
         stream: &CudaStream,
-        which: usize,
-        to: &mut CudaViewMut<'_, f32>,
+        from: Stack,
+        to: u64,
+        to_f32: bool,
     ) -> Result<()> {
-        let from = self.results[which];
-        let elements = from.rows * from.cols;
+        let (kernel, element) = if to_f32 {
+            (&self.unpad_to_f32, size_of::<f32>())
+        } else {
+            (&self.unpad, size_of::<f16>())
+        };
+        let matrix_bytes = from.rows * from.cols * element;
         for first in (0..from.count).step_by(MOST_OF_A_STACK) {
             let part = from.skip(first);
             let part = part.take(part.count.min(MOST_OF_A_STACK));
-            let mut to = to.slice_mut(elements * first..elements * (first + part.count));
-            let (to, _write) = to.device_ptr_mut(stream);
+            let to = to + (first * matrix_bytes) as u64;
             let [rows, cols, pitch] =
                 [part.rows, part.cols, Batch::pitch(part.cols)].map(|size| size as i32);
             let mut arguments = [
@@ -186,9 +193,9 @@ impl Edges {
             ];
             let vectors = part.rows * Batch::pitch(part.cols) / VECTOR;
             let grid = grid_of(vectors / THREADS / 2, part.count);
-            // SAFETY: `newton_schulz_widen_*(stack, out, rows, cols, pitch)`, with so many matrices in
+            // SAFETY: `newton_schulz_unpad_*(stack, out, rows, cols, pitch)`, with so many matrices in
             // both.
-            unsafe { launch(stream, &self.widen, grid, &mut arguments) }?;
+            unsafe { launch(stream, kernel, grid, &mut arguments) }?;
         }
         Ok(())
     }

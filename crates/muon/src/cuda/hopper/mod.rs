@@ -12,10 +12,11 @@ mod prepared;
 use std::cell::RefCell;
 
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, WithDType, bail};
 use cudarc::driver::sys::CUdevice_attribute;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
+use super::element::{Element, by_dtype};
 use super::launch::{tensor, uninitialized};
 use crate::choice::Gpu;
 use crate::hopper::{Batch, Workspace, chunks};
@@ -41,15 +42,16 @@ pub(crate) fn gpu(device: &CudaDevice) -> Result<Gpu> {
     })
 }
 
-/// A contiguous f32 stack of what was wide, and one of what was tall, if anything was.
+/// A contiguous stack of what was wide, and one of what was tall, if anything was.
 pub(crate) type Results = (Option<Tensor>, Option<Tensor>);
 
 /// Orthogonalizes contiguous matrices of f32, f16 or bf16, `wide` ones, n × m with n ≤ m, and `tall`
-/// ones, m × n, in `dtype`. Gives nothing where the kernels for Hopper are not to be taken.
+/// ones, m × n, in `dtype`, with results in `results`: f32, or `dtype`. Gives nothing where the
+/// kernels for Hopper are not to be taken.
 pub(crate) fn orthogonalize_on_hopper(
     ns: &NewtonSchulz,
     device: &CudaDevice,
-    dtype: DType,
+    (dtype, results): (DType, DType),
     wide: &[Tensor],
     tall: &[Tensor],
     (n, m): (usize, usize),
@@ -72,9 +74,82 @@ pub(crate) fn orthogonalize_on_hopper(
             wide: wide.len(),
             tall: tall.len(),
         };
-        let results = engine.orthogonalize(ns, device, dtype, wide, tall, batch)?;
+        let engine = Call {
+            engine,
+            ns,
+            device,
+            dtype,
+        };
+        let results = by_dtype!(results, orthogonalize_to(engine, wide, tall, batch))?;
         Ok(Some(results))
     })
+}
+
+/// What a call is made with.
+struct Call<'a> {
+    engine: &'a mut Engine,
+    ns: &'a NewtonSchulz,
+    device: &'a CudaDevice,
+    dtype: DType,
+}
+
+fn orthogonalize_to<T: Element + WithDType>(
+    call: Call<'_>,
+    wide: &[Tensor],
+    tall: &[Tensor],
+    batch: Batch,
+) -> Result<Results> {
+    let Call {
+        engine,
+        ns,
+        device,
+        dtype,
+    } = call;
+    let Batch { n, m, .. } = batch;
+    // The kernels count rows, columns and vectors of a matrix in 32 bits.
+    let vectors = (n * Batch::pitch(m)).max(m * Batch::pitch(n)) / 8;
+    if m > i32::MAX as usize / 2 || vectors > u32::MAX as usize / 2 {
+        bail!("a matrix of {n} x {m} is too large");
+    }
+    let method = ns.chosen_on_hopper(n, m);
+    let parts = chunks(method, batch, ns.workspace_bytes);
+    let batches = parts.iter().map(|(wide, tall)| Batch {
+        wide: wide.len(),
+        tall: tall.len(),
+        ..batch
+    });
+    let bytes = batches
+        .clone()
+        .map(|part| Workspace::new(method, part).bytes);
+    engine.reserve(device, bytes.max().unwrap_or(0))?;
+
+    let elements = n * m;
+    // SAFETY: each part writes its results, and the parts are all matrices.
+    let mut wide_results = unsafe { uninitialized::<T>(device, elements * wide.len()) }?;
+    // SAFETY: likewise.
+    let mut tall_results = unsafe { uninitialized::<T>(device, elements * tall.len()) }?;
+    for (part, (of_wide, of_tall)) in batches.zip(&parts) {
+        let kind = Kind {
+            batch: part,
+            dtype,
+            method,
+            coefficients: ns.coefficients.steps(ns.steps),
+        };
+        let prepared = engine.prepared(device, kind)?;
+        prepared.normalize(&wide[of_wide.clone()], &tall[of_tall.clone()])?;
+        prepared.iterate(ns.is_launch_bound(part.count(), n, m))?;
+        let (start, end) = (elements * of_wide.start, elements * of_wide.end);
+        prepared.finish(0, &mut wide_results.slice_mut(start..end))?;
+        let (start, end) = (elements * of_tall.start, elements * of_tall.end);
+        prepared.finish(1, &mut tall_results.slice_mut(start..end))?;
+    }
+    let stack = |results, count, rows, cols| {
+        (count > 0).then(|| tensor::<T>(results, device, (count, rows, cols)))
+    };
+    Ok((
+        stack(wide_results, wide.len(), n, m),
+        stack(tall_results, tall.len(), m, n),
+    ))
 }
 
 /// What tells one kind of batch from another.
@@ -106,62 +181,6 @@ impl Engine {
             workspace: None,
             prepared: Vec::new(),
         })
-    }
-
-    fn orthogonalize(
-        &mut self,
-        ns: &NewtonSchulz,
-        device: &CudaDevice,
-        dtype: DType,
-        wide: &[Tensor],
-        tall: &[Tensor],
-        batch: Batch,
-    ) -> Result<Results> {
-        let Batch { n, m, .. } = batch;
-        // The kernels count rows, columns and vectors of a matrix in 32 bits.
-        let vectors = (n * Batch::pitch(m)).max(m * Batch::pitch(n)) / 8;
-        if m > i32::MAX as usize / 2 || vectors > u32::MAX as usize / 2 {
-            bail!("a matrix of {n} x {m} is too large");
-        }
-        let method = ns.chosen_on_hopper(n, m);
-        let parts = chunks(method, batch, ns.workspace_bytes);
-        let kind = |batch| Kind {
-            batch,
-            dtype,
-            method,
-            coefficients: ns.coefficients.steps(ns.steps),
-        };
-        let batches = parts.iter().map(|(wide, tall)| Batch {
-            wide: wide.len(),
-            tall: tall.len(),
-            ..batch
-        });
-        let bytes = batches
-            .clone()
-            .map(|part| Workspace::new(method, part).bytes);
-        self.reserve(device, bytes.max().unwrap_or(0))?;
-
-        let elements = n * m;
-        // SAFETY: each part writes its results, and the parts are all matrices.
-        let mut wide_results = unsafe { uninitialized::<f32>(device, elements * wide.len()) }?;
-        // SAFETY: likewise.
-        let mut tall_results = unsafe { uninitialized::<f32>(device, elements * tall.len()) }?;
-        for (part, (of_wide, of_tall)) in batches.zip(&parts) {
-            let prepared = self.prepared(device, kind(part))?;
-            prepared.normalize(&wide[of_wide.clone()], &tall[of_tall.clone()])?;
-            prepared.iterate(ns.is_launch_bound(part.count(), n, m))?;
-            let (start, end) = (elements * of_wide.start, elements * of_wide.end);
-            prepared.widen_wide(&mut wide_results.slice_mut(start..end))?;
-            let (start, end) = (elements * of_tall.start, elements * of_tall.end);
-            prepared.widen_tall(&mut tall_results.slice_mut(start..end))?;
-        }
-        let stack = |results, count, rows, cols| {
-            (count > 0).then(|| tensor::<f32>(results, device, (count, rows, cols)))
-        };
-        Ok((
-            stack(wide_results, wide.len(), n, m),
-            stack(tall_results, tall.len(), m, n),
-        ))
     }
 
     /// A workspace of at least so many bytes. What was prepared for a smaller one is forgotten.

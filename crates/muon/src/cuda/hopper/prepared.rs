@@ -3,18 +3,20 @@
 use std::sync::Arc;
 
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, WithDType, bail};
 use cudarc::driver::sys::{
     CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus, CUtensorMap,
 };
 use cudarc::driver::{
-    CudaFunction, CudaGraph, CudaSlice, CudaStream, CudaViewMut, DevicePtr, DeviceRepr,
+    CudaFunction, CudaGraph, CudaSlice, CudaStream, CudaViewMut, DevicePtr, DevicePtrMut,
+    DeviceRepr,
 };
 
 use super::Kind;
 use super::edges::Edges;
 use super::maps::Stack;
 use super::modules::{Grid, Modules, argument, launch};
+use crate::cuda::element::Element;
 use crate::hopper::{
     Batch, Buffer, Deal, Product, Region, Scalars, Tile, Width, Workspace, program,
 };
@@ -30,14 +32,18 @@ pub(super) struct Prepared {
     device: CudaDevice,
     stream: Arc<CudaStream>,
     edges: Edges,
+    dtype: DType,
+    /// All products but the last.
     launches: Vec<Launch>,
+    /// The last product of wide and of tall matrices, and its results in the workspace.
+    last: [Option<(Launch, Stack)>; 2],
     /// What `launches` point to.
     _tiles: CudaSlice<Tile>,
     _first: CudaSlice<i32>,
     graph: Graph,
 }
 
-/// The products as one graph, which is worth its making from the second run on.
+/// All products but the last as one graph, which is worth its making from the second run on.
 enum Graph {
     NotRun,
     RunOnce,
@@ -78,31 +84,38 @@ impl Prepared {
             batch,
             workspace: Workspace::new(kind.method, batch),
         };
-        let (steps, results) = stacks.steps(&program(kind.method, &kind.coefficients));
+        let (steps, last) = stacks.steps(&program(kind.method, &kind.coefficients));
         let mut deals = Deals::new(clusters);
-        let indices: Vec<_> = steps
-            .iter()
-            .map(|step| deals.index(step.region, step.d.count))
-            .collect();
+        for step in steps.iter().chain(last.iter().flatten()) {
+            deals.add(step.region, step.d.count);
+        }
         let tiles = device.clone_htod(&deals.tiles)?;
         let first = device.clone_htod(&deals.first)?;
         let stream = device.cuda_stream();
-        let launches = {
+        let (tiles_at, first_at) = {
             let (tiles, _read) = tiles.device_ptr(&stream);
             let (first, _read) = first.device_ptr(&stream);
-            let launch = |(step, index): (&Step, usize)| {
-                Launch::new(modules, kind.dtype, step, &deals.known[index], tiles, first)
-            };
-            let launches = steps.iter().zip(indices).map(launch);
-            launches.collect::<Result<Vec<_>>>()?
+            (tiles, first)
         };
+        let launch = |step: &Step| {
+            let dealt = deals.of(step.region, step.d.count);
+            Launch::new(modules, kind.dtype, step, dealt, tiles_at, first_at)
+        };
+        let launches = steps.iter().map(launch).collect::<Result<Vec<_>>>()?;
+        let last_launch = |step: &Option<Step>| -> Result<Option<_>> {
+            let step = step.as_ref();
+            step.map(|step| Ok((launch(step)?, step.d))).transpose()
+        };
+        let last = [last_launch(&last[0])?, last_launch(&last[1])?];
         let parts = base + stacks.workspace.parts as u64;
         let x = stacks.all(Buffer::X);
         Ok(Self {
-            edges: Edges::new(modules, kind.dtype, x, (parts, batch.parts()), results)?,
+            edges: Edges::new(modules, kind.dtype, x, (parts, batch.parts()))?,
+            dtype: kind.dtype,
             device: device.clone(),
             stream,
             launches,
+            last,
             _tiles: tiles,
             _first: first,
             graph: Graph::NotRun,
@@ -115,7 +128,7 @@ impl Prepared {
         self.edges.normalize(&self.device, wide, tall)
     }
 
-    /// Runs the products, as a graph where that is asked for.
+    /// Runs all products but the last, as a graph where that is asked for.
     pub(super) fn iterate(&mut self, as_graph: bool) -> Result<()> {
         if let Graph::Captured(graph) = &self.graph
             && as_graph
@@ -138,14 +151,41 @@ impl Prepared {
         Ok(())
     }
 
-    /// Writes the results of wide matrices to a contiguous stack.
-    pub(super) fn widen_wide(&self, to: &mut CudaViewMut<'_, f32>) -> Result<()> {
-        self.edges.widen(&self.stream, 0, to)
-    }
-
-    /// Writes the results of tall matrices to a contiguous stack.
-    pub(super) fn widen_tall(&self, to: &mut CudaViewMut<'_, f32>) -> Result<()> {
-        self.edges.widen(&self.stream, 1, to)
+    /// The last product of the wide (0) or the tall (1) matrices, into a contiguous stack of f32 or
+    /// of the iteration's dtype. Where there are no such matrices, nothing happens.
+    pub(super) fn finish<T: Element + WithDType>(
+        &self,
+        which: usize,
+        results: &mut CudaViewMut<'_, T>,
+    ) -> Result<()> {
+        let Some((product, padded)) = &self.last[which] else {
+            return Ok(());
+        };
+        let dtype = T::DTYPE;
+        if results.len() != padded.count * padded.rows * padded.cols {
+            bail!("{} elements of results, for {padded:?}", results.len());
+        }
+        if dtype != DType::F32 && dtype != self.dtype {
+            bail!(
+                "the iteration is in {:?}, its results in {dtype:?}",
+                self.dtype
+            );
+        }
+        let (to, _write) = results.device_ptr_mut(&self.stream);
+        let has_padding = Batch::pitch(padded.cols) != padded.cols;
+        if dtype == self.dtype && !has_padding && to.is_multiple_of(16) {
+            let d = Stack {
+                address: to,
+                ..*padded
+            };
+            return self.launch(product, &d.map(dtype)?);
+        }
+        self.launch(product, &product.maps[2])?;
+        // SAFETY: the length was checked.
+        unsafe {
+            self.edges
+                .unpad(&self.stream, *padded, to, dtype == DType::F32)
+        }
     }
 
     fn capture(&self) -> Result<CudaGraph> {
@@ -162,30 +202,33 @@ impl Prepared {
     }
 
     fn launch_all(&self) -> Result<()> {
-        for product in &self.launches {
-            let [a, b, d] = &product.maps;
-            let mut arguments = [
-                argument(a),
-                argument(b),
-                argument(d),
-                argument(&product.tiles),
-                argument(&product.first),
-                argument(&product.k_blocks),
-                argument(&product.scalars),
-            ];
-            // SAFETY: `newton_schulz_*(a, b, d, tiles, first, k_blocks, scalars)`: the maps are of
-            // stacks in the workspace, d is neither a nor b, `first` has an entry more than there are
-            // clusters, and the kernels store within their maps.
-            unsafe {
-                launch(
-                    &self.stream,
-                    &product.function,
-                    product.grid,
-                    &mut arguments,
-                )
-            }?;
+        let mut launches = self.launches.iter();
+        launches.try_for_each(|product| self.launch(product, &product.maps[2]))
+    }
+
+    /// A product with its result in `d`.
+    fn launch(&self, product: &Launch, d: &CUtensorMap) -> Result<()> {
+        let [a, b, _] = &product.maps;
+        let mut arguments = [
+            argument(a),
+            argument(b),
+            argument(d),
+            argument(&product.tiles),
+            argument(&product.first),
+            argument(&product.k_blocks),
+            argument(&product.scalars),
+        ];
+        // SAFETY: `newton_schulz_*(a, b, d, tiles, first, k_blocks, scalars)`: the maps are of stacks
+        // in the workspace or of results of their size, d is neither a nor b, `first` has an entry
+        // more than there are clusters, and the kernels store within their maps.
+        unsafe {
+            launch(
+                &self.stream,
+                &product.function,
+                product.grid,
+                &mut arguments,
+            )
         }
-        Ok(())
     }
 }
 
@@ -235,9 +278,9 @@ impl Stacks {
         [wide_results, tall_results]
     }
 
-    /// The products of a program, and where its results lie. Of the last product wide and tall
-    /// matrices are computed apart, the latter with transposed results.
-    fn steps(&self, program: &[Product]) -> (Vec<Step>, [Stack; 2]) {
+    /// The products of a program, and the last one, in which wide and tall matrices are computed
+    /// apart, the latter with transposed results.
+    fn steps(&self, program: &[Product]) -> (Vec<Step>, [Option<Step>; 2]) {
         let Batch { n, m, wide, .. } = self.batch;
         let full = Region::Full { rows: n, cols: m };
         let (last, others) = program.split_last().expect("an iteration has a step");
@@ -256,26 +299,28 @@ impl Stacks {
                 scalars: product.scalars,
             }
         };
-        let mut steps: Vec<_> = others.iter().map(step).collect();
-        let results = self.results(last.d);
         let (a, b) = (self.all(last.a), self.all(last.b));
-        let parts = [
-            (Op::Apply, a.take(wide), b.take(wide)),
-            (Op::ApplyTransposed, a.skip(wide), b.skip(wide)),
+        let [wide_results, tall_results] = self.results(last.d);
+        let part = |op, a, b, d: Stack| {
+            (d.count > 0).then_some(Step {
+                op,
+                region: full,
+                a,
+                b,
+                d,
+                scalars: last.scalars,
+            })
+        };
+        let last = [
+            part(Op::Apply, a.take(wide), b.take(wide), wide_results),
+            part(
+                Op::ApplyTransposed,
+                a.skip(wide),
+                b.skip(wide),
+                tall_results,
+            ),
         ];
-        for ((op, a, b), d) in parts.into_iter().zip(results) {
-            if d.count > 0 {
-                steps.push(Step {
-                    op,
-                    region: full,
-                    a,
-                    b,
-                    d,
-                    scalars: last.scalars,
-                });
-            }
-        }
-        (steps, results)
+        (others.iter().map(step).collect(), last)
     }
 }
 
@@ -307,11 +352,11 @@ impl Deals {
         }
     }
 
-    /// Which of `known` is the deal of a region of so many matrices.
-    fn index(&mut self, region: Region, count: usize) -> usize {
-        let same = |dealt: &Dealt| dealt.region == region && dealt.count == count;
-        if let Some(index) = self.known.iter().position(same) {
-            return index;
+    /// Deals a region of so many matrices, unless it is known.
+    fn add(&mut self, region: Region, count: usize) {
+        let known = |dealt: &Dealt| dealt.region == region && dealt.count == count;
+        if self.known.iter().any(known) {
+            return;
         }
         let deal = Deal::new(region, count, self.clusters);
         self.known.push(Dealt {
@@ -324,7 +369,12 @@ impl Deals {
         });
         self.tiles.extend(deal.tiles);
         self.first.extend(deal.first);
-        self.known.len() - 1
+    }
+
+    fn of(&self, region: Region, count: usize) -> &Dealt {
+        let same = |dealt: &&Dealt| dealt.region == region && dealt.count == count;
+        let known = self.known.iter().find(same);
+        known.expect("the regions of all products are dealt first")
     }
 }
 
