@@ -5,7 +5,9 @@ use std::fmt;
 
 use candle_core::DType;
 
-use crate::hopper::{Deal, Region, Width, flops, program};
+use crate::hopper::deal::Deal;
+use crate::hopper::program::{flops, program};
+use crate::hopper::tiles::{Region, Width};
 use crate::{Kernels, Method, NewtonSchulz};
 
 /// How a batch of matrices of one shape is orthogonalized on a CUDA device.

@@ -3,12 +3,7 @@
 //!
 //! All of it is a pure function of shapes and coefficients, and tested without a device.
 
-mod deal;
-mod program;
-mod tiles;
-mod workspace;
-
-pub(crate) use deal::Deal;
-pub(crate) use program::{Buffer, Product, Scalars, flops, program};
-pub(crate) use tiles::{Region, Tile, Width};
-pub(crate) use workspace::{Batch, Workspace, chunks};
+pub(crate) mod deal;
+pub(crate) mod program;
+pub(crate) mod tiles;
+pub(crate) mod workspace;

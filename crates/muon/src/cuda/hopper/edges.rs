@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use super::maps::Stack;
 use super::modules::{Grid, Modules, argument, launch};
 use crate::cuda::launch::address;
-use crate::hopper::Batch;
+use crate::hopper::workspace::Batch;
 
 /// Threads of a block, and elements of a vector, as `kernels/hopper/normalize.cu` has them.
 const THREADS: usize = 256;

@@ -7,7 +7,7 @@ use cudarc::driver::sys::{
     CUtensorMapL2promotion, CUtensorMapSwizzle, cuTensorMapEncodeTiled,
 };
 
-use crate::hopper::Batch;
+use crate::hopper::workspace::Batch;
 
 /// A stack of matrices on a device, with a pitch of [`Batch::pitch`].
 #[derive(Debug, Clone, Copy)]

@@ -8,6 +8,8 @@ mod edges;
 mod maps;
 mod modules;
 mod prepared;
+mod products;
+mod steps;
 
 use std::cell::RefCell;
 
@@ -19,7 +21,7 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 use super::element::{Element, by_dtype};
 use super::launch::{tensor, uninitialized};
 use crate::choice::Gpu;
-use crate::hopper::{Batch, Workspace, chunks};
+use crate::hopper::workspace::{Batch, Workspace, chunks};
 use crate::{Method, NewtonSchulz};
 use modules::Modules;
 use prepared::Prepared;

@@ -4,28 +4,19 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, WithDType, bail};
-use cudarc::driver::sys::{
-    CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus, CUtensorMap,
-};
-use cudarc::driver::{
-    CudaFunction, CudaGraph, CudaSlice, CudaStream, CudaViewMut, DevicePtr, DevicePtrMut,
-    DeviceRepr,
-};
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
+use cudarc::driver::{CudaGraph, CudaSlice, CudaStream, CudaViewMut, DevicePtr, DevicePtrMut};
 
 use super::Kind;
 use super::edges::Edges;
 use super::maps::Stack;
-use super::modules::{Grid, Modules, argument, launch};
+use super::modules::Modules;
+use super::products::{Deals, Launch};
+use super::steps::{Stacks, Step};
 use crate::cuda::element::Element;
-use crate::hopper::{
-    Batch, Buffer, Deal, Product, Region, Scalars, Tile, Width, Workspace, program,
-};
-
-/// Threads of a block of a product: two warpgroups that compute and one that loads.
-const THREADS: u32 = 384;
-
-// SAFETY: `Tile` is laid out as the kernels' struct of the same name, without padding.
-unsafe impl DeviceRepr for Tile {}
+use crate::hopper::program::{Buffer, program};
+use crate::hopper::tiles::Tile;
+use crate::hopper::workspace::{Batch, Workspace};
 
 /// A kind of batch in a workspace. It refers to the workspace, which must outlive its use.
 pub(super) struct Prepared {
@@ -48,25 +39,6 @@ enum Graph {
     NotRun,
     RunOnce,
     Captured(CudaGraph),
-}
-
-/// A product as the kernels take it.
-struct Launch {
-    function: CudaFunction,
-    grid: Grid,
-    maps: [CUtensorMap; 3],
-    tiles: u64,
-    first: u64,
-    k_blocks: i32,
-    scalars: Scalars,
-}
-
-/// What the kernels compute, by their names.
-#[derive(Debug, Clone, Copy)]
-enum Op {
-    Symmetric,
-    Apply,
-    ApplyTransposed,
 }
 
 impl Prepared {
@@ -178,9 +150,9 @@ impl Prepared {
                 address: to,
                 ..*padded
             };
-            return self.launch(product, &d.map(dtype)?);
+            return product.launch(&self.stream, Some(&d.map(dtype)?));
         }
-        self.launch(product, &product.maps[2])?;
+        product.launch(&self.stream, None)?;
         // SAFETY: the length was checked.
         unsafe {
             self.edges
@@ -203,215 +175,6 @@ impl Prepared {
 
     fn launch_all(&self) -> Result<()> {
         let mut launches = self.launches.iter();
-        launches.try_for_each(|product| self.launch(product, &product.maps[2]))
-    }
-
-    /// A product with its result in `d`.
-    fn launch(&self, product: &Launch, d: &CUtensorMap) -> Result<()> {
-        let [a, b, _] = &product.maps;
-        let mut arguments = [
-            argument(a),
-            argument(b),
-            argument(d),
-            argument(&product.tiles),
-            argument(&product.first),
-            argument(&product.k_blocks),
-            argument(&product.scalars),
-        ];
-        // SAFETY: `newton_schulz_*(a, b, d, tiles, first, k_blocks, scalars)`: the maps are of stacks
-        // in the workspace or of results of their size, d is neither a nor b, `first` has an entry
-        // more than there are clusters, and the kernels store within their maps.
-        unsafe {
-            launch(
-                &self.stream,
-                &product.function,
-                product.grid,
-                &mut arguments,
-            )
-        }
-    }
-}
-
-/// A product of stacks at their addresses.
-struct Step {
-    op: Op,
-    region: Region,
-    a: Stack,
-    b: Stack,
-    d: Stack,
-    scalars: Scalars,
-}
-
-/// The stacks of a workspace.
-struct Stacks {
-    base: u64,
-    batch: Batch,
-    workspace: Workspace,
-}
-
-impl Stacks {
-    /// All matrices of a stack, tall ones as their transposes.
-    fn all(&self, buffer: Buffer) -> Stack {
-        let Batch { n, m, .. } = self.batch;
-        let cols = match buffer {
-            Buffer::X | Buffer::Y => m,
-            _ => n,
-        };
-        Stack {
-            address: self.base + self.workspace.start(buffer) as u64,
-            count: self.batch.count(),
-            rows: n,
-            cols,
-        }
-    }
-
-    /// The last product's results: wide ones, and behind them tall ones, no longer transposed.
-    fn results(&self, buffer: Buffer) -> [Stack; 2] {
-        let Batch { n, m, wide, tall } = self.batch;
-        let wide_results = self.all(buffer).take(wide);
-        let tall_results = Stack {
-            address: wide_results.address + (wide * wide_results.matrix_bytes()) as u64,
-            count: tall,
-            rows: m,
-            cols: n,
-        };
-        [wide_results, tall_results]
-    }
-
-    /// The products of a program, and the last one, in which wide and tall matrices are computed
-    /// apart, the latter with transposed results.
-    fn steps(&self, program: &[Product]) -> (Vec<Step>, [Option<Step>; 2]) {
-        let Batch { n, m, wide, .. } = self.batch;
-        let full = Region::Full { rows: n, cols: m };
-        let (last, others) = program.split_last().expect("an iteration has a step");
-        let step = |product: &Product| {
-            let (op, region) = if product.is_symmetric() {
-                (Op::Symmetric, Region::Symmetric { n })
-            } else {
-                (Op::Apply, full)
-            };
-            Step {
-                op,
-                region,
-                a: self.all(product.a),
-                b: self.all(product.b),
-                d: self.all(product.d),
-                scalars: product.scalars,
-            }
-        };
-        let (a, b) = (self.all(last.a), self.all(last.b));
-        let [wide_results, tall_results] = self.results(last.d);
-        let part = |op, a, b, d: Stack| {
-            (d.count > 0).then_some(Step {
-                op,
-                region: full,
-                a,
-                b,
-                d,
-                scalars: last.scalars,
-            })
-        };
-        let last = [
-            part(Op::Apply, a.take(wide), b.take(wide), wide_results),
-            part(
-                Op::ApplyTransposed,
-                a.skip(wide),
-                b.skip(wide),
-                tall_results,
-            ),
-        ];
-        (others.iter().map(step).collect(), last)
-    }
-}
-
-/// All tiles of a kind of batch, one list behind the other.
-struct Deals {
-    clusters: usize,
-    known: Vec<Dealt>,
-    tiles: Vec<Tile>,
-    first: Vec<i32>,
-}
-
-/// A deal, and where it lies in the lists of all.
-struct Dealt {
-    region: Region,
-    count: usize,
-    width: Width,
-    clusters: usize,
-    tiles_from: usize,
-    first_from: usize,
-}
-
-impl Deals {
-    fn new(clusters: usize) -> Self {
-        Self {
-            clusters,
-            known: Vec::new(),
-            tiles: Vec::new(),
-            first: Vec::new(),
-        }
-    }
-
-    /// Deals a region of so many matrices, unless it is known.
-    fn add(&mut self, region: Region, count: usize) {
-        let known = |dealt: &Dealt| dealt.region == region && dealt.count == count;
-        if self.known.iter().any(known) {
-            return;
-        }
-        let deal = Deal::new(region, count, self.clusters);
-        self.known.push(Dealt {
-            region,
-            count,
-            width: deal.width,
-            clusters: deal.clusters(),
-            tiles_from: self.tiles.len(),
-            first_from: self.first.len(),
-        });
-        self.tiles.extend(deal.tiles);
-        self.first.extend(deal.first);
-    }
-
-    fn of(&self, region: Region, count: usize) -> &Dealt {
-        let same = |dealt: &&Dealt| dealt.region == region && dealt.count == count;
-        let known = self.known.iter().find(same);
-        known.expect("the regions of all products are dealt first")
-    }
-}
-
-impl Launch {
-    /// `tiles` and `first` are the addresses of the lists of all deals.
-    fn new(
-        modules: &Modules,
-        dtype: DType,
-        step: &Step,
-        dealt: &Dealt,
-        tiles: u64,
-        first: u64,
-    ) -> Result<Self> {
-        let op = match step.op {
-            Op::Symmetric => "symmetric",
-            Op::Apply => "apply",
-            Op::ApplyTransposed => "apply_transposed",
-        };
-        let columns = dealt.width.kernel();
-        let name = format!("newton_schulz_{op}_{}_{columns}", dtype.as_str());
-        let shared_bytes = match columns {
-            256 => 230_464,
-            128 => 230_496,
-            _ => 230_528,
-        };
-        Ok(Self {
-            function: modules.product(&name, shared_bytes)?,
-            grid: Grid {
-                blocks: (2 * dealt.clusters as u32, 1),
-                threads: THREADS,
-                shared_bytes,
-            },
-            maps: [step.a.map(dtype)?, step.b.map(dtype)?, step.d.map(dtype)?],
-            tiles: tiles + (dealt.tiles_from * size_of::<Tile>()) as u64,
-            first: first + (dealt.first_from * size_of::<i32>()) as u64,
-            k_blocks: step.a.cols.div_ceil(64) as i32,
-            scalars: step.scalars,
-        })
+        launches.try_for_each(|product| product.launch(&self.stream, None))
     }
 }

@@ -172,6 +172,10 @@ fn a_matrix_has_the_same_bits_in_any_batch_under_any_cap_and_at_any_run() {
                 let got = ns.orthogonalize_all(&matrices).unwrap();
                 differing(&format!("run {run}"), &|i| bits(&got[i]));
             }
+            let got = ns.orthogonalize_all_as_iterated(&matrices).unwrap();
+            let dtype = precision.on(&device);
+            assert!(got.iter().all(|x| x.dtype() == dtype && x.is_contiguous()));
+            differing("without widening", &|i| bits(&got[i]));
         }
     }
     table.finish();
