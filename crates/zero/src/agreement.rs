@@ -27,31 +27,13 @@ pub(crate) fn agree(
                 DigestWriter::new().str(env!("CARGO_PKG_VERSION")).finish(),
             ),
             ("their parameters", parameters(weights)),
-            ("update groups, layout, route or policy", plan.digest()),
             (
-                "stage, accumulation, bucket size or gradient dtype",
-                schedule(config),
+                "update groups, bucket size, layout, route or policy",
+                plan.digest(),
             ),
+            ("stage, accumulation or gradient dtype", schedule(config)),
             ("hyper-parameters", hyper_parameters(config, device)),
         ],
-    )
-}
-
-/// Compares the bits of all weights.
-///
-/// # Errors
-/// [`Error::Disagreement`] naming the first rank that differs.
-pub(crate) fn same_weights(channel: &mut Channel, weights: &[Weight]) -> Result<()> {
-    let mut digest = DigestWriter::new();
-    for weight in weights {
-        digest = digest.u64(weight.checksum()?.0);
-    }
-    compare(
-        channel,
-        &[(
-            "their initial weights (`broadcast_from` makes them equal)",
-            digest.finish(),
-        )],
     )
 }
 
@@ -108,7 +90,6 @@ fn schedule(config: &Config) -> Digest {
     DigestWriter::new()
         .str(&config.stage.to_string())
         .u64(config.accumulate.get() as u64)
-        .u64(config.bucket_size.get() as u64)
         .str(config.gradient_wire.map_or("", |dtype| dtype.as_str()))
         .finish()
 }

@@ -254,7 +254,7 @@ pub enum Error {
     },
     /// The weights of one parameter differ between ranks.
     #[error(
-        "rank {rank}: the weights of `{name}` differ on {}",
+        "rank {rank}: the weights of `{name}` differ on {} from those of rank 0 (at the start, `broadcast_from` makes them equal)",
         ranks_text(differing)
     )]
     ReplicasDiffer {

@@ -14,6 +14,7 @@ use crate::channel::Channel;
 use crate::config::Config;
 use crate::dtypes;
 use crate::error::{Error, Result};
+use crate::replicas;
 use crate::step::control_elems;
 use crate::weights::Weight;
 
@@ -51,7 +52,7 @@ impl Setup {
         agreement::agree(channel, &config, weights, &plan, &device)?;
         match config.broadcast_from {
             Some(root) => broadcast(channel, weights, Rank(root))?,
-            None => agreement::same_weights(channel, weights)?,
+            None => replicas::verify(channel, weights)?,
         }
         Ok(Self {
             device,

@@ -327,7 +327,16 @@ fn different_initial_weights_are_an_error_and_a_broadcast_is_the_cure() -> Resul
         )
         .map(drop)
     })?;
-    named_by_all(outcomes, Rank(1), "initial weights")?;
+    let first = &trained(&model, &of(0)?)[0].0;
+    for outcome in outcomes {
+        let Outcome::Failed(Error::ReplicasDiffer {
+            name, differing, ..
+        }) = &outcome
+        else {
+            anyhow::bail!("not refused: {outcome:?}");
+        };
+        ensure!((name, &differing[..]) == (first, &[Rank(1)]), "{outcome:?}");
+    }
 
     let root = 2;
     let config = Config {

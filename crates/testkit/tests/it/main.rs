@@ -4,6 +4,7 @@ mod accumulation;
 mod bad_gradients;
 mod bad_models;
 mod bad_settings;
+mod checkpoint;
 mod clipping;
 #[cfg(feature = "cuda")]
 mod cuda;

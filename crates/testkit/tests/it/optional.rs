@@ -181,6 +181,30 @@ fn gradients_that_cancel_are_zero() -> Result<()> {
     Ok(())
 }
 
+/// One element on one rank is enough for all owners, whose slices of it are zero.
+#[test]
+fn a_gradient_that_is_zero_on_most_owners_is_none_of_these() -> Result<()> {
+    let mut fixture = fixture()?;
+    fixture.replace(1, "blocks.1.wide.weight", |rank, gradient| {
+        let mut values = vec![0f32; gradient.elem_count()];
+        values[7] = if rank == 3 { 1.0 } else { 0.0 };
+        Ok(Some(Tensor::from_vec(
+            values,
+            gradient.shape(),
+            gradient.device(),
+        )?))
+    })?;
+    let after = fixture.run()?;
+    let name = "blocks.1.wide.weight";
+    let (before, now) = (
+        fixture.values(&after[0], name)?,
+        fixture.values(&after[1], name)?,
+    );
+    let moved = before.iter().zip(&now).filter(|(a, b)| a != b).count();
+    ensure!(moved == before.len(), "{moved} elements moved");
+    Ok(())
+}
+
 #[test]
 fn each_matrix_of_a_stack_is_zero_by_itself() -> Result<()> {
     let mut fixture = fixture()?;

@@ -76,13 +76,13 @@ pub(crate) fn orthogonalize_on_hopper(
             wide: wide.len(),
             tall: tall.len(),
         };
-        let engine = Call {
+        let call = Call {
             engine,
             ns,
             device,
             dtype,
         };
-        let results = by_dtype!(results, orthogonalize_to(engine, wide, tall, batch))?;
+        let results = by_dtype!(results, orthogonalize_to(call, wide, tall, batch))?;
         Ok(Some(results))
     })
 }

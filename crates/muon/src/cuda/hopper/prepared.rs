@@ -178,3 +178,12 @@ impl Prepared {
         launches.try_for_each(|product| product.launch(&self.stream, None))
     }
 }
+
+impl Drop for Prepared {
+    /// Waits for what was launched: a graph and the modules of kernels may only go when they are idle.
+    /// It happens where a workspace grows, and at the end of a thread.
+    fn drop(&mut self) {
+        // Of an error, the next use of the stream tells as well.
+        let _ = self.stream.synchronize();
+    }
+}

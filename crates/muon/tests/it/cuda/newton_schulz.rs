@@ -17,14 +17,14 @@ pub(super) fn with(method: Method, coefficients: Coefficients, iterate: Precisio
     }
 }
 
-fn on_device(ns: &NewtonSchulz, x: &Tensor, device: &Device) -> Tensor {
+pub(super) fn on_device(ns: &NewtonSchulz, x: &Tensor, device: &Device) -> Tensor {
     let x = x.to_device(device).unwrap();
     let out = ns.orthogonalize(&x).unwrap();
     out.to_device(&Device::Cpu).unwrap()
 }
 
 /// The iteration in float64, with each result rounded to a dtype: what its precision allows.
-fn emulated(x: &Matrix, ns: &NewtonSchulz) -> Matrix {
+pub(super) fn emulated(x: &Matrix, ns: &NewtonSchulz) -> Matrix {
     if x.rows > x.cols {
         return emulated(&x.transpose(), ns).transpose();
     }
@@ -71,18 +71,30 @@ fn emulated(x: &Matrix, ns: &NewtonSchulz) -> Matrix {
     x
 }
 
-/// Errors against the float64 iteration: at most a quarter more than that of the emulation.
-pub(super) fn judge(table: &mut Table, case: &str, ns: &NewtonSchulz, x: &Matrix, device: &Device) {
+/// Errors against the float64 iteration: in f32 a bound, in half precision half more than the emulation's, whose sums
+/// are exact.
+fn judge(
+    table: &mut Table,
+    case: &str,
+    ns: &NewtonSchulz,
+    x: &Matrix,
+    bound: f64,
+    device: &Device,
+) {
     let x = x.to_tensor();
     let exact = Matrix::from_tensor(&x);
     let expected = oracle::newton_schulz(&exact, &ns.coefficients.steps(ns.steps));
     let got = Matrix::from_tensor(&on_device(ns, &x, device));
     let error = got.error_against(&expected);
-    let allowed = emulated(&exact, ns).error_against(&expected);
+    let emulated = emulated(&exact, ns).error_against(&expected);
+    let ratio = error / emulated;
     table.line(
         &format!("{case} {} {}", ns.method, ns.iterate),
-        &format!("{error:.2e}, emulated {allowed:.2e}"),
-        error <= 1.25 * allowed + 2e-6,
+        &format!("{error:.2e}, {ratio:.2} of the emulation's"),
+        match ns.iterate {
+            Precision::F32 => error < bound,
+            _ => ratio < 1.5,
+        },
     );
 }
 
@@ -110,7 +122,7 @@ fn agrees_with_float64_over_shapes() {
                 for precision in PRECISIONS {
                     let ns = with(method, coefficients.clone(), precision);
                     let case = format!("{rows} x {cols} {coefficients:?}");
-                    judge(&mut table, &case, &ns, &x, &device);
+                    judge(&mut table, &case, &ns, &x, 1e-4, &device);
                 }
             }
         }
@@ -128,7 +140,7 @@ fn agrees_with_float64_over_spectra() {
         for method in METHODS {
             for precision in PRECISIONS {
                 let ns = with(method, Coefficients::KellerJordan, precision);
-                judge(&mut table, name, &ns, &x, &device);
+                judge(&mut table, name, &ns, &x, 1e-3, &device);
             }
         }
     }

@@ -1,103 +1,21 @@
 //! Reads golden cases: what DeepSpeed did to given gradients. The format is described in `golden/README.md`.
 
+mod case;
+mod error;
+
 use std::collections::BTreeMap;
-use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use polarshard_muon::Method;
-use polarshard_partition::{Route, Stage, WorldSize};
 use safetensors::{Dtype, SafeTensors};
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use crate::model::{MicroBatch, StepGradients};
 
-/// Why a file is no golden case, or not one that can be reproduced. All name the file.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Error {
-    /// The file cannot be read.
-    #[error("{}: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// The file is not in the safetensors format.
-    #[error("{}: not a safetensors file: {source}", path.display())]
-    Format {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: safetensors::SafeTensorError,
-    },
-    /// Something is not there.
-    #[error("{}: there is no {what} `{key}`", path.display())]
-    Missing {
-        /// The file.
-        path: PathBuf,
-        /// `metadata` or `tensor`.
-        what: &'static str,
-        /// Its key.
-        key: String,
-    },
-    /// The value of a key of the metadata is not what it should be.
-    #[error("{}: metadata `{key}`: {source}", path.display())]
-    Metadata {
-        /// The file.
-        path: PathBuf,
-        /// The key.
-        key: &'static str,
-        /// Why.
-        source: serde_json::Error,
-    },
-    /// A setting that is not reproduced, or has no meaning.
-    #[error("{}: `{key}` is {value}, expected {expected}", path.display())]
-    Unsupported {
-        /// The file.
-        path: PathBuf,
-        /// The setting.
-        key: &'static str,
-        /// Its value.
-        value: String,
-        /// What it may be.
-        expected: &'static str,
-    },
-    /// A tensor has another dtype than F32.
-    #[error("{}: tensor `{key}` is {dtype:?}, expected F32", path.display())]
-    Dtype {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        key: String,
-        /// Its dtype.
-        dtype: Dtype,
-    },
-    /// A tensor has another shape than its parameter.
-    #[error("{}: tensor `{key}` has shape {found:?}, its parameter has {expected:?}", path.display())]
-    Shape {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        key: String,
-        /// Its shape.
-        found: Vec<usize>,
-        /// The shape of `init/NAME`.
-        expected: Vec<usize>,
-    },
-    /// A tensor cannot be made.
-    #[error("{}: tensor `{key}`: {source}", path.display())]
-    Tensor {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        key: String,
-        /// Why.
-        source: Box<candle_core::Error>,
-    },
-}
+pub use case::{Case, route};
+pub use error::Error;
+
+use case::RawCase;
 
 /// A golden case.
 #[derive(Debug)]
@@ -125,43 +43,6 @@ pub struct Group {
     pub owners: Vec<Vec<usize>>,
     /// Elements of a shard; 0 for a group without parameters.
     pub shard_len: usize,
-}
-
-/// The settings of a run.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Case {
-    /// Ranks.
-    pub world: WorldSize,
-    /// The ZeRO stage.
-    pub stage: Stage,
-    /// The iteration.
-    pub method: Method,
-    /// How gradients were reduced.
-    pub route: Route,
-    /// Micro-batches in a step.
-    pub accumulate: NonZeroUsize,
-    /// Whether reductions overlapped the backward pass.
-    pub overlap: bool,
-    /// Elements of a bucket.
-    pub bucket_size: NonZeroUsize,
-    /// The weight decay of both groups.
-    pub weight_decay: f64,
-    /// Muon's learning rate.
-    pub muon_lr: f64,
-    /// AdamW's.
-    pub adamw_lr: f64,
-    /// Optimizer steps.
-    pub steps: usize,
-}
-
-/// The route that DeepSpeed's switches `reduce_scatter`, `use_multi_rank_bucket_allreduce` and `contiguous_gradients`
-/// amount to.
-pub fn route(reduce_scatter: bool, multi_rank: bool, contiguous: bool) -> Route {
-    match (reduce_scatter && contiguous, multi_rank) {
-        (false, _) => Route::AllReduce,
-        (true, true) => Route::BucketAllReduce,
-        (true, false) => Route::ReduceToOwner,
-    }
 }
 
 impl Golden {
@@ -349,92 +230,5 @@ impl File<'_> {
             value,
             expected,
         }
-    }
-}
-
-/// `case`, as it is written.
-#[derive(Debug, Deserialize)]
-struct RawCase {
-    world: usize,
-    stage: u64,
-    ns: String,
-    rs: bool,
-    multi: bool,
-    gas: usize,
-    overlap: bool,
-    contiguous: bool,
-    bucket: usize,
-    wd: f64,
-    lr: f64,
-    adam_lr: f64,
-    steps: usize,
-    #[serde(default)]
-    clip: f64,
-    #[serde(default = "one")]
-    scale: f64,
-    #[serde(default = "fp32")]
-    dtype: String,
-}
-
-fn one() -> f64 {
-    1.0
-}
-
-fn fp32() -> String {
-    "fp32".to_owned()
-}
-
-impl RawCase {
-    fn checked(self, path: &Path) -> Result<Case, Error> {
-        let bad = |key, value: String, expected| Error::Unsupported {
-            path: path.to_path_buf(),
-            key,
-            value,
-            expected,
-        };
-        if self.clip != 0.0 {
-            return Err(bad(
-                "clip",
-                self.clip.to_string(),
-                "0: DeepSpeed clips the orthogonalized update, we do not",
-            ));
-        }
-        if self.scale != 1.0 {
-            return Err(bad(
-                "scale",
-                self.scale.to_string(),
-                "1: DeepSpeed divides the orthogonalized update by it",
-            ));
-        }
-        if self.dtype != "fp32" {
-            return Err(bad("dtype", self.dtype, "fp32"));
-        }
-        let stage = match self.stage {
-            1 => Stage::One,
-            2 => Stage::Two,
-            other => return Err(bad("stage", other.to_string(), "1 or 2")),
-        };
-        let method = match self.ns.as_str() {
-            "gram" => Method::Gram,
-            "standard" => Method::Standard,
-            other => return Err(bad("ns", other.to_owned(), "gram or standard")),
-        };
-        let positive = |key, value: usize| {
-            NonZeroUsize::new(value).ok_or_else(|| bad(key, value.to_string(), "1 or more"))
-        };
-        Ok(Case {
-            world: WorldSize::new(self.world)
-                .map_err(|_| bad("world", self.world.to_string(), "1 or more"))?,
-            stage,
-            method,
-            route: route(self.rs, self.multi, self.contiguous),
-            accumulate: positive("gas", self.gas)?,
-            overlap: self.overlap,
-            bucket_size: positive("bucket", self.bucket)?,
-            weight_decay: self.wd,
-            muon_lr: self.lr,
-            adamw_lr: self.adam_lr,
-            steps: self.steps,
-        })
     }
 }

@@ -1,0 +1,337 @@
+//! Checkpoints: of any world and settings, for any other; whole or not there.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::Tensor;
+use polarshard_partition::{Placement, Policy, Route, Stage};
+use polarshard_testkit::harness::Worker;
+use polarshard_testkit::model::{Draw, Model, StepGradients};
+use polarshard_zero::{Config, Error};
+
+use crate::support::{config, count, same_bits, trained, world};
+
+const SEED: u64 = 31;
+const BEFORE: usize = 2;
+const AFTER: usize = 2;
+
+/// A world and what its ranks are set to.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    world: usize,
+    placement: Placement,
+    route: Route,
+    policy: Policy,
+    stage: Stage,
+}
+
+const RUNS: [Run; 5] = [
+    Run {
+        world: 1,
+        placement: Placement::Striped,
+        route: Route::ReduceScatter,
+        policy: Policy::AssignOwner,
+        stage: Stage::Two,
+    },
+    Run {
+        world: 2,
+        placement: Placement::Flat,
+        route: Route::BucketAllReduce,
+        policy: Policy::CopyToOwners,
+        stage: Stage::One,
+    },
+    Run {
+        world: 3,
+        placement: Placement::Whole,
+        route: Route::ReduceToOwner,
+        policy: Policy::ExchangeUpdate,
+        stage: Stage::Two,
+    },
+    Run {
+        world: 4,
+        placement: Placement::Striped,
+        route: Route::AllReduce,
+        policy: Policy::CopyToOwners,
+        stage: Stage::Two,
+    },
+    Run {
+        world: 8,
+        placement: Placement::Flat,
+        route: Route::ReduceScatter,
+        policy: Policy::AssignOwner,
+        stage: Stage::One,
+    },
+];
+
+impl Run {
+    fn config(self, model: &Model) -> Config {
+        Config {
+            placement: self.placement,
+            route: self.route,
+            policy: self.policy,
+            stage: self.stage,
+            bucket_size: count(50),
+            ..config(model)
+        }
+    }
+
+    /// Steps on from a checkpoint, or from the start, and saves at the end where asked to.
+    fn weights(
+        self,
+        model: &Model,
+        from: Option<&Path>,
+        steps: &[StepGradients],
+        to: Option<&Path>,
+    ) -> Result<Vec<Tensor>> {
+        // Another start, so that nothing but the checkpoint can bring the right weights.
+        let initial = model.initial(if from.is_some() { SEED + 1 } else { SEED })?;
+        let mut weights = world(self.world, |comm| -> Result<_> {
+            let mut worker = Worker::new(comm, &initial, &model.roles, self.config(model))?;
+            if let Some(folder) = from {
+                worker.optimizer.load(folder)?;
+                worker.optimizer.verify_replicas()?;
+            }
+            for step in steps {
+                worker.step(step)?;
+            }
+            if let Some(folder) = to {
+                worker.optimizer.save(folder)?;
+            }
+            let weights = worker.weights()?;
+            worker.optimizer.shutdown()?;
+            Ok(weights)
+        })?;
+        Ok(weights.swap_remove(0))
+    }
+}
+
+/// The same mean gradients for every world: each rank has the same integers, so that all sums and means are exact.
+fn steps(model: &Model, world: usize, from: usize, to: usize) -> Result<Vec<StepGradients>> {
+    (from..to)
+        .map(|step| {
+            let one = model
+                .gradients(Draw::Integers, SEED, step, 1, 1)?
+                .swap_remove(0)
+                .swap_remove(0);
+            Ok(vec![vec![one; world]])
+        })
+        .collect()
+}
+
+#[test]
+fn a_run_goes_on_bit_for_bit_in_every_other_world() -> Result<()> {
+    let model = Model::everything();
+    let names = trained(&model, &model.initial(SEED)?);
+    let straight = RUNS[0].weights(&model, None, &steps(&model, 1, 0, BEFORE + AFTER)?, None)?;
+    for writer in RUNS {
+        let folder = tempfile::tempdir()?;
+        let gradients = steps(&model, writer.world, 0, BEFORE)?;
+        writer.weights(&model, None, &gradients, Some(folder.path()))?;
+        for reader in RUNS {
+            let gradients = steps(&model, reader.world, BEFORE, BEFORE + AFTER)?;
+            let found = reader.weights(&model, Some(folder.path()), &gradients, None)?;
+            // Means over 3 ranks round.
+            if writer.world.is_power_of_two() && reader.world.is_power_of_two() {
+                same_bits(&names, &found, &straight)
+                    .with_context(|| format!("{writer:?} to {reader:?}"))?;
+            } else {
+                let wide = crate::support::all_values64(&straight)?;
+                crate::support::close(&names, &found, &wide, 1e-5)
+                    .with_context(|| format!("{writer:?} to {reader:?}"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_later_checkpoint_replaces_the_earlier_one() -> Result<()> {
+    let model = Model::everything();
+    let folder = tempfile::tempdir()?;
+    let run = RUNS[1];
+    run.weights(
+        &model,
+        None,
+        &steps(&model, run.world, 0, 1)?,
+        Some(folder.path()),
+    )?;
+    let last = run.weights(
+        &model,
+        None,
+        &steps(&model, run.world, 0, 3)?,
+        Some(folder.path()),
+    )?;
+    let found = run.weights(&model, Some(folder.path()), &[], None)?;
+    same_bits(&trained(&model, &model.initial(SEED)?), &found, &last)?;
+    let files = fs::read_dir(folder.path())?.collect::<Result<Vec<_>, _>>()?;
+    // The index and one file a rank: nothing is left of the first, and nothing half written.
+    ensure!(files.len() == 1 + run.world, "{files:?}");
+    Ok(())
+}
+
+#[test]
+fn a_crash_before_the_index_leaves_the_earlier_checkpoint() -> Result<()> {
+    let model = Model::everything();
+    let folder = tempfile::tempdir()?;
+    let run = RUNS[1];
+    let first = run.weights(
+        &model,
+        None,
+        &steps(&model, run.world, 0, 1)?,
+        Some(folder.path()),
+    )?;
+    let index = fs::read(folder.path().join("index.json"))?;
+    let files: Vec<_> = fs::read_dir(folder.path())?
+        .map(|entry| entry.map(|entry| entry.path()))
+        .collect::<Result<_, _>>()?;
+    let kept = tempfile::tempdir()?;
+    for file in files
+        .iter()
+        .filter(|file| file.extension().is_some_and(|kind| kind == "safetensors"))
+    {
+        fs::copy(file, kept.path().join(file.file_name().context("a name")?))?;
+    }
+    run.weights(
+        &model,
+        None,
+        &steps(&model, run.world, 0, 2)?,
+        Some(folder.path()),
+    )?;
+    // The state of the folder had the machine stopped just before the index was renamed.
+    fs::write(folder.path().join("index.json"), index)?;
+    for file in fs::read_dir(kept.path())? {
+        let file = file?;
+        fs::copy(file.path(), folder.path().join(file.file_name()))?;
+    }
+    let found = run.weights(&model, Some(folder.path()), &[], None)?;
+    same_bits(&trained(&model, &model.initial(SEED)?), &found, &first)
+}
+
+/// What each rank says of a checkpoint that cannot be loaded; the weights must be as before on all of them.
+fn refused(model: &Model, folder: &Path) -> Result<Vec<Error>> {
+    let initial = model.initial(SEED)?;
+    let names = trained(model, &initial);
+    let run = RUNS[1];
+    world(run.world, |comm| -> Result<_> {
+        let mut worker = Worker::new(comm, &initial, &model.roles, run.config(model))?;
+        let error = worker
+            .optimizer
+            .load(folder)
+            .expect_err("the checkpoint is of no use");
+        let before: Vec<_> = names.iter().map(|(_, tensor)| tensor.clone()).collect();
+        same_bits(&names, &worker.weights()?, &before)?;
+        // The run goes on.
+        for step in steps(model, run.world, 0, 1)? {
+            worker.step(&step)?;
+        }
+        worker.optimizer.verify_replicas()?;
+        worker.optimizer.shutdown()?;
+        Ok(error)
+    })
+}
+
+#[test]
+fn what_cannot_be_loaded_is_named_and_changes_nothing() -> Result<()> {
+    let model = Model::everything();
+    let empty = tempfile::tempdir()?;
+    for error in refused(&model, empty.path())? {
+        assert!(error.to_string().contains("index.json"), "{error}");
+    }
+
+    let folder = tempfile::tempdir()?;
+    RUNS[0].weights(&model, None, &[], Some(folder.path()))?;
+    let mut other = Model::everything();
+    let resized = other
+        .params
+        .iter_mut()
+        .find(|param| param.name == "blocks.1.square.weight")
+        .context("it is there")?;
+    resized.shape = vec![8, 9];
+    let errors = refused(&other, folder.path())?;
+    assert!(
+        errors.iter().any(|error| matches!(error, Error::CheckpointShape { name, .. } if name == "blocks.1.square.weight")),
+        "{errors:?}"
+    );
+    assert!(
+        errors.iter().all(|error| matches!(
+            error,
+            Error::CheckpointShape { .. } | Error::CheckpointFailed { .. }
+        )),
+        "{errors:?}"
+    );
+
+    let mut fewer = Model::everything();
+    fewer.params.retain(|param| param.name != "scalar");
+    for error in refused(&fewer, folder.path())? {
+        assert!(
+            matches!(&error, Error::NotInModel { name, .. } if name == "scalar"),
+            "{error}"
+        );
+    }
+
+    // A truncated file.
+    let file = fs::read_dir(folder.path())?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .find(|path| path.extension().is_some_and(|kind| kind == "safetensors"))
+        .context("a file of tensors")?;
+    let whole = fs::read(&file)?;
+    for len in [0, 7, 20, whole.len() / 2] {
+        fs::write(&file, &whole[..len])?;
+        let errors = refused(&model, folder.path())?;
+        assert!(
+            errors
+                .iter()
+                .any(|error| matches!(error, Error::Checkpoint { path, .. } if *path == file)),
+            "{errors:?}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_named_on_every_rank_and_the_run_goes_on() -> Result<()> {
+    let model = Model::everything();
+    let initial = model.initial(SEED)?;
+    let run = RUNS[3];
+    let place = tempfile::tempdir()?;
+    let file = place.path().join("a file");
+    fs::write(&file, "")?;
+    world(run.world, |comm| -> Result<()> {
+        let mut worker = Worker::new(comm, &initial, &model.roles, run.config(&model))?;
+        let error = worker
+            .optimizer
+            .save(&file)
+            .expect_err("a file is no folder");
+        assert!(matches!(&error, Error::Checkpoint { .. }), "{error}");
+        for step in steps(&model, run.world, 0, 1)? {
+            worker.step(&step)?;
+        }
+        worker.optimizer.verify_replicas()?;
+        Ok(worker.optimizer.shutdown()?)
+    })?;
+    Ok(())
+}
+
+#[test]
+fn saving_within_a_step_is_refused() -> Result<()> {
+    let model = Model::nearly_nothing();
+    let initial = model.initial(SEED)?;
+    let folder = tempfile::tempdir()?;
+    world(2, |comm| -> Result<()> {
+        let mut worker = Worker::new(comm, &initial, &model.roles, config(&model))?;
+        let step = steps(&model, 2, 0, 1)?.swap_remove(0);
+        worker.hand_in(&step[0][worker.optimizer.rank().0])?;
+        assert!(matches!(
+            worker.optimizer.save(folder.path()),
+            Err(Error::WithinStep { done: 1, .. })
+        ));
+        assert!(matches!(
+            worker.optimizer.load(folder.path()),
+            Err(Error::WithinStep { done: 1, .. })
+        ));
+        worker.optimizer.step()?;
+        Ok(worker.optimizer.shutdown()?)
+    })?;
+    Ok(())
+}
