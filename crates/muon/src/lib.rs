@@ -13,9 +13,10 @@
 //! | [`Muon`], [`MuonWithAdamW`] | optimizers of one device, built of these |
 //!
 //! Everything runs where its tensors are: on a CPU, and with the feature `cuda` on NVIDIA devices,
-//! whose stream it leaves only to read a [`Survey`]. To build that feature needs `nvcc`, which is
-//! looked for in `CUDA_HOME` and on the `PATH`; `CUDA_COMPUTE_CAP` (default 80) says for which devices.
-//! Newton-Schulz has kernels of its own for compute capability 9.0, see [`Kernels`].
+//! whose stream it leaves only to read a [`Survey`]. To build that feature needs the `nvcc` of
+//! CUDA 12 or later, which is looked for in `CUDA_HOME` and on the `PATH`; `CUDA_COMPUTE_CAP` (default
+//! 80) says for which devices. For compute capability 9.0 Newton-Schulz has kernels of its own, in any
+//! such build: see [`Kernels`].
 //!
 //! The parts know nothing of ranks or shards: the element-wise steps are linear or local, so that a
 //! caller who owns slices of parameters can run them on slices, and needs whole matrices for

@@ -1,7 +1,7 @@
 //! The element-wise steps: each one pass over memory, in f32, every operation rounded by itself.
 //!
-//! Operands are contiguous f32 tensors of equal length, of any shape, on one device; views of larger
-//! buffers are written through. No two operands of a call may be views of one buffer.
+//! Operands are contiguous tensors of equal length, of any shape, on one device, f32 where nothing
+//! else is said; views of larger buffers are written through. No two operands of a call may be views of one buffer.
 //!
 //! Elements have the same bits on every device.
 
