@@ -1,4 +1,5 @@
-//! Under the feature `cuda`, compiles `kernels/*.cu` to PTX for `src/cuda/kernels.rs` to include.
+//! Under the feature `cuda`, compiles `kernels/*.cu` to PTX for `src/cuda/kernels.rs` to include, and
+//! `kernels/hopper/*.cu` to cubins for `src/cuda/hopper`.
 
 use std::env;
 use std::error::Error;
@@ -8,6 +9,9 @@ use std::process::Command;
 
 /// What PTX is made for where `CUDA_COMPUTE_CAP` does not say: later devices run it too.
 const DEFAULT_CAPABILITY: &str = "80";
+/// The kernels of `kernels/hopper` run on no other devices. A cubin is loaded as it is, where PTX
+/// would be translated for some seconds at each start.
+const HOPPER: &str = "sm_90a";
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
@@ -20,24 +24,42 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let (nvcc, architecture) = (nvcc(), architecture()?);
     let out = PathBuf::from(env::var("OUT_DIR")?);
-    for entry in fs::read_dir("kernels")? {
+    compile_all(&nvcc, "kernels", "ptx", &architecture, &out)?;
+    compile_all(&nvcc, "kernels/hopper", "cubin", HOPPER, &out)
+}
+
+/// Compiles the `.cu` files of a folder to what nvcc calls `ptx` or `cubin`.
+fn compile_all(
+    nvcc: &Path,
+    folder: &str,
+    kind: &str,
+    architecture: &str,
+    out: &Path,
+) -> Result<(), Box<dyn Error>> {
+    for entry in fs::read_dir(folder)? {
         let source = entry?.path();
         if source
             .extension()
             .is_some_and(|extension| extension == "cu")
         {
-            compile(&nvcc, &architecture, &source, &out)?;
+            compile(nvcc, kind, architecture, &source, out)?;
         }
     }
     Ok(())
 }
 
-fn compile(nvcc: &Path, architecture: &str, source: &Path, out: &Path) -> Result<(), String> {
-    let name = source.with_extension("ptx");
-    let ptx = out.join(name.file_name().unwrap_or_default());
+fn compile(
+    nvcc: &Path,
+    kind: &str,
+    architecture: &str,
+    source: &Path,
+    out: &Path,
+) -> Result<(), String> {
+    let name = source.with_extension(kind);
     let output = Command::new(nvcc)
-        .args(["-ptx", "-O3", "-std=c++17", "-arch", architecture, "-o"])
-        .arg(&ptx)
+        .arg(format!("-{kind}"))
+        .args(["-O3", "-std=c++17", "-arch", architecture, "-o"])
+        .arg(out.join(name.file_name().unwrap_or_default()))
         .arg(source)
         .output()
         .map_err(|error| {

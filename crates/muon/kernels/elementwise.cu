@@ -15,8 +15,9 @@ extern "C" __global__ void momentum(float* __restrict__ m, const float* __restri
 }
 
 // p <- keep p - step o.
-extern "C" __global__ void apply(float* __restrict__ p, const float* __restrict__ o, float keep, float step, u64 n) {
-    each(n, [&](u64 i) { p[i] = __fsub_rn(__fmul_rn(keep, p[i]), __fmul_rn(step, o[i])); });
+template <class T>
+__device__ __forceinline__ void apply(float* __restrict__ p, const T* __restrict__ o, float keep, float step, u64 n) {
+    each(n, [&](u64 i) { p[i] = __fsub_rn(__fmul_rn(keep, p[i]), __fmul_rn(step, to_f32(o[i]))); });
 }
 
 extern "C" __global__ void adamw(float* __restrict__ p, float* __restrict__ m, float* __restrict__ v,
@@ -46,6 +47,10 @@ __device__ __forceinline__ void accumulate(float* __restrict__ s, const T* __res
     extern "C" __global__ void accumulate_##suffix(float* __restrict__ s, const T* __restrict__ x, float factor, \
                                                    u64 n) {                                                      \
         accumulate(s, x, factor, n);                                                                             \
+    }                                                                                                            \
+    extern "C" __global__ void apply_##suffix(float* __restrict__ p, const T* __restrict__ o, float keep,        \
+                                              float step, u64 n) {                                               \
+        apply(p, o, keep, step, n);                                                                              \
     }
 FOR_DTYPE(float, f32)
 FOR_DTYPE(__half, f16)

@@ -1,5 +1,7 @@
 use candle_core::{DType, DeviceLocation, Shape};
 
+use crate::Kernels;
+
 /// What can go wrong in this crate; each message carries the values that explain it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -39,6 +41,16 @@ pub enum Error {
     #[error("newton-schulz cannot iterate in {dtype:?} on {device:?}; use f32")]
     IterateDType {
         /// The precision asked for.
+        dtype: DType,
+        /// The device of the matrices.
+        device: DeviceLocation,
+    },
+    /// Newton-Schulz was told to take kernels that this device has not, or not in this precision.
+    #[error("newton-schulz has no {kernels} kernels for {dtype:?} on {device:?}; use auto")]
+    NoKernels {
+        /// The kernels asked for.
+        kernels: Kernels,
+        /// The precision of the iteration.
         dtype: DType,
         /// The device of the matrices.
         device: DeviceLocation,

@@ -13,8 +13,10 @@
 //! | [`Muon`], [`MuonWithAdamW`] | optimizers of one device, built of these |
 //!
 //! Everything runs where its tensors are: on a CPU, and with the feature `cuda` on NVIDIA devices,
-//! whose stream it leaves only to read a [`Survey`]. To build that feature needs `nvcc`, which is
-//! looked for in `CUDA_HOME` and on the `PATH`; `CUDA_COMPUTE_CAP` (default 80) says for which devices.
+//! whose stream it leaves only to read a [`Survey`]. To build that feature needs the `nvcc` of
+//! CUDA 12 or later, which is looked for in `CUDA_HOME` and on the `PATH`; `CUDA_COMPUTE_CAP` (default
+//! 80) says for which devices. For compute capability 9.0 Newton-Schulz has kernels of its own, in any
+//! such build: see [`Kernels`].
 //!
 //! The parts know nothing of ranks or shards: the element-wise steps are linear or local, so that a
 //! caller who owns slices of parameters can run them on slices, and needs whole matrices for
@@ -50,6 +52,8 @@
 //! ```
 
 mod adamw_group;
+#[cfg(any(feature = "cuda", test))]
+mod choice;
 mod coefficients;
 mod config;
 #[cfg(feature = "cuda")]
@@ -57,7 +61,10 @@ mod config;
 mod cuda;
 mod elementwise;
 mod error;
+#[cfg(any(feature = "cuda", test))]
+mod hopper;
 mod iteration;
+mod kernels;
 mod method;
 mod muon_group;
 mod newton_schulz;
@@ -71,10 +78,13 @@ mod scale;
 mod survey;
 mod weights;
 
+#[cfg(any(feature = "cuda", test))]
+pub use choice::{Choice, Products};
 pub use coefficients::{Coefficients, CustomCoefficients};
 pub use config::{AdamWConfig, MuonConfig, MuonWithAdamWConfig};
 pub use elementwise::{accumulate, adamw_update, apply_update, momentum_update};
 pub use error::Error;
+pub use kernels::Kernels;
 pub use method::Method;
 pub use newton_schulz::NewtonSchulz;
 pub use optimizer::{Muon, MuonWithAdamW, MuonWithAdamWGroups};

@@ -109,7 +109,7 @@ impl MuonGroup {
             .iter()
             .map(update)
             .collect::<Result<Vec<_>, Error>>()?;
-        let updates = newton_schulz.orthogonalize_all(&updates)?;
+        let updates = newton_schulz.orthogonalize_all_as_iterated(&updates)?;
         for (p, update) in pending.iter().zip(&updates) {
             let factor = scale.factor(p.shape.rows, p.shape.cols);
             apply_update(&p.weights, update, factor, *lr, *weight_decay)?;

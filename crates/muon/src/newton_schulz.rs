@@ -2,8 +2,13 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::normalize::{normalize, widen_transposed};
-use crate::{Coefficients, Error, Method, Precision, iteration};
+use crate::{Coefficients, Error, Kernels, Method, Precision, iteration};
+
+/// The default of [`NewtonSchulz::workspace_bytes`]: so much that a larger one gains nothing.
+const WORKSPACE_BYTES: usize = 4 << 30;
 
 /// Newton-Schulz: takes the singular values of a matrix close to 1 and leaves its singular vectors.
 ///
@@ -12,9 +17,9 @@ use crate::{Coefficients, Error, Method, Precision, iteration};
 /// So an input may be of any magnitude, a zero matrix gives exactly zero, and one matrix of a stack
 /// has no influence on the others. A matrix with an element that is not finite becomes NaN.
 ///
-/// A matrix gives the same bits at every run. On a CPU they are the same alone and in any stack, and
-/// under any number of threads; on a CUDA device the products are cuBLAS's, which may take another
-/// kernel for another number of matrices.
+/// A matrix gives the same bits at every run. They are the same alone and in any stack, and under any
+/// number of threads or bytes of workspace, on a CPU and by the kernels for Hopper; cuBLAS, which
+/// computes on other CUDA devices, may take another kernel for another number of matrices.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -39,6 +44,12 @@ pub struct NewtonSchulz {
     pub steps: usize,
     /// The precision of the products' results; sums are in f32.
     pub iterate: Precision,
+    /// What computes the products.
+    pub kernels: Kernels,
+    /// The most bytes of workspace that [`Kernels::Hopper`] takes for a batch, which is cut into
+    /// smaller ones to fit; a single matrix takes what it needs. Each thread keeps the largest
+    /// workspace it has needed. It does not change results.
+    pub workspace_bytes: usize,
 }
 
 impl Default for NewtonSchulz {
@@ -49,6 +60,8 @@ impl Default for NewtonSchulz {
             coefficients: Coefficients::default(),
             steps: 5,
             iterate: Precision::default(),
+            kernels: Kernels::default(),
+            workspace_bytes: WORKSPACE_BYTES,
         }
     }
 }
@@ -60,18 +73,17 @@ impl NewtonSchulz {
     ///
     /// # Errors
     /// [`Error::NotAMatrix`] for another number of dimensions, [`Error::DType`] for another dtype,
-    /// [`Error::IterateDType`] where the device cannot iterate in the precision asked for.
+    /// and as [`Self::check_device`].
     pub fn orthogonalize(&self, x: &Tensor) -> Result<Tensor, Error> {
         let (rows, cols) = match *x.dims() {
             [rows, cols] | [_, rows, cols] => (rows, cols),
             _ => return Err(not_a_matrix("2 or 3 dimensions", x)),
         };
         self.check_operand(x)?;
-        let matrices = plain(x)?;
         if x.elem_count() == 0 {
-            return Ok(matrices);
+            return plain(x);
         }
-        let matrices = matrices.reshape(((), rows, cols))?;
+        let matrices = x.detach().contiguous()?.reshape(((), rows, cols))?;
         let matrices = (0..matrices.dim(0)?)
             .map(|index| matrices.get(index))
             .collect::<Result<Vec<_>, _>>()?;
@@ -80,7 +92,7 @@ impl NewtonSchulz {
         } else {
             (&matrices, &[])
         };
-        let (wide, tall) = self.iterate(wide, tall, sides(rows, cols))?;
+        let (wide, tall) = self.iterate(wide, tall, sides(rows, cols), DType::F32)?;
         let results = wide.or(tall).expect("there is at least one matrix");
         Ok(results.reshape(x.shape())?)
     }
@@ -91,6 +103,23 @@ impl NewtonSchulz {
     /// # Errors
     /// As [`Self::orthogonalize`], before any work is done.
     pub fn orthogonalize_all(&self, matrices: &[Tensor]) -> Result<Vec<Tensor>, Error> {
+        self.all(matrices, |_| DType::F32)
+    }
+
+    /// The same with results in the iteration's dtype, [`Precision::on`] their device: the values of
+    /// [`Self::orthogonalize_all`], without the pass that makes them f32.
+    ///
+    /// # Errors
+    /// As [`Self::orthogonalize`], before any work is done.
+    pub fn orthogonalize_all_as_iterated(&self, matrices: &[Tensor]) -> Result<Vec<Tensor>, Error> {
+        self.all(matrices, |device| self.iterate.on(device))
+    }
+
+    fn all(
+        &self,
+        matrices: &[Tensor],
+        results_on: impl Fn(&Device) -> DType,
+    ) -> Result<Vec<Tensor>, Error> {
         for x in matrices {
             if x.rank() != 2 {
                 return Err(not_a_matrix("2 dimensions", x));
@@ -102,16 +131,21 @@ impl NewtonSchulz {
         for (index, x) in matrices.iter().enumerate() {
             let (rows, cols) = x.dims2()?;
             if x.elem_count() == 0 {
-                results[index] = Some(plain(x)?);
+                results[index] = Some(plain(x)?.to_dtype(results_on(x.device()))?);
                 continue;
             }
             let [wide, tall] = groups.entry(sides(rows, cols)).or_default();
             let turned = if rows > cols { tall } else { wide };
-            turned.matrices.push(plain(x)?);
+            turned.matrices.push(x.detach().contiguous()?);
             turned.indices.push(index);
         }
         for (sides, [wide, tall]) in groups {
-            let stacks = self.iterate(&wide.matrices, &tall.matrices, sides)?;
+            let (wide_first, tall_first) = (wide.matrices.first(), tall.matrices.first());
+            let Some(first) = wide_first.or(tall_first) else {
+                continue;
+            };
+            let to = results_on(first.device());
+            let stacks = self.iterate(&wide.matrices, &tall.matrices, sides, to)?;
             for (stack, turned) in [(stacks.0, wide), (stacks.1, tall)] {
                 for (place, index) in turned.indices.into_iter().enumerate() {
                     results[index] = stack.as_ref().map(|stack| stack.get(place)).transpose()?;
@@ -168,19 +202,30 @@ impl NewtonSchulz {
         segments * 4 * n * n * m + squares * n * n * n
     }
 
-    /// Orthogonalizes matrices `wide`, n × m each with n ≤ m, and `tall`, m × n each, in one batch:
+    /// Orthogonalizes contiguous matrices `wide`, n × m each with n ≤ m, and `tall`, m × n each, in one batch:
     /// `NS(Xᵀ) = NS(X)ᵀ`, and the products of the short side are the small ones. Gives a contiguous
-    /// f32 stack of each kind that there is.
+    /// stack of each kind that there is, in `to`: f32, or the iteration's dtype.
     fn iterate(
         &self,
         wide: &[Tensor],
         tall: &[Tensor],
         (n, m): (usize, usize),
+        to: DType,
     ) -> Result<(Option<Tensor>, Option<Tensor>), Error> {
         let Some(first) = wide.first().or(tall.first()) else {
             return Ok((None, None));
         };
-        let x = normalize(wide, tall, (n, m), self.iterate.on(first.device()))?;
+        let dtype = self.iterate.on(first.device());
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(device) = first.device() {
+            let results =
+                cuda::orthogonalize_on_hopper(self, device, (dtype, to), wide, tall, (n, m))?;
+            if let Some(results) = results {
+                return Ok(results);
+            }
+        }
+        let all_plain = |xs: &[Tensor]| xs.iter().map(plain).collect::<Result<Vec<_>, _>>();
+        let x = normalize(&all_plain(wide)?, &all_plain(tall)?, (n, m), dtype)?;
         let rows = self.coefficients.steps(self.steps);
         let x = match self.chosen(n, m) {
             Method::Gram => iteration::gram(x, &rows)?,
@@ -194,8 +239,12 @@ impl NewtonSchulz {
             })
         };
         let (wide, tall) = (part(0, wide.len())?, part(wide.len(), tall.len())?);
-        let wide = wide.map(|x| x.to_dtype(DType::F32)).transpose()?;
-        let tall = tall.map(|x| widen_transposed(&x)).transpose()?;
+        let wide = wide.map(|x| x.to_dtype(to)).transpose()?;
+        let turn = |x: Tensor| match to {
+            DType::F32 => widen_transposed(&x),
+            _ => x.t()?.contiguous(),
+        };
+        let tall = tall.map(turn).transpose()?;
         Ok((wide, tall))
     }
 
@@ -211,18 +260,68 @@ impl NewtonSchulz {
         }
     }
 
-    /// Whether `device` can iterate in the precision asked for. A CPU does so in f32 alone: candle's half-precision
-    /// products there accumulate in f16 across the blocks of a long sum.
+    /// Whether `device` can iterate in the precision and with the kernels asked for. A CPU does so in f32 alone:
+    /// candle's half-precision products there accumulate in f16 across the blocks of a long sum.
     ///
     /// # Errors
-    /// [`Error::IterateDType`] names both.
+    /// [`Error::IterateDType`] or [`Error::NoKernels`] names what the device has not.
     pub fn check_device(&self, device: &Device) -> Result<(), Error> {
         let dtype = self.iterate.on(device);
         if device.is_cpu() && dtype != DType::F32 {
             let device = device.location();
             return Err(Error::IterateDType { dtype, device });
         }
+        if !self.has_kernels(device)? {
+            return Err(Error::NoKernels {
+                kernels: self.kernels,
+                dtype,
+                device: device.location(),
+            });
+        }
         Ok(())
+    }
+
+    /// How a batch of `count` matrices of `rows` × `cols` is orthogonalized on a CUDA device; `None` where there is
+    /// nothing to choose: on other devices, and without an element.
+    ///
+    /// # Errors
+    /// As [`Self::check_device`], and those of the device.
+    #[cfg(feature = "cuda")]
+    pub fn choice(
+        &self,
+        device: &Device,
+        count: usize,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Option<crate::Choice>, Error> {
+        self.check_device(device)?;
+        let Device::Cuda(cuda) = device else {
+            return Ok(None);
+        };
+        if count * rows * cols == 0 {
+            return Ok(None);
+        }
+        let dtype = self.iterate.on(device);
+        Ok(Some(self.choose(
+            cuda::gpu(cuda)?,
+            dtype,
+            count,
+            rows,
+            cols,
+        )))
+    }
+
+    fn has_kernels(&self, device: &Device) -> Result<bool, Error> {
+        Ok(match (self.kernels, device) {
+            (Kernels::Auto, _) => true,
+            #[cfg(feature = "cuda")]
+            (Kernels::Cublas, Device::Cuda(_)) => true,
+            #[cfg(feature = "cuda")]
+            (Kernels::Hopper, Device::Cuda(cuda)) => {
+                cuda::gpu(cuda)?.has_hopper_kernels(self.iterate.on(device))
+            }
+            _ => false,
+        })
     }
 }
 

@@ -9,6 +9,7 @@
 //!   (`check_operands`, and candle's own check).
 
 mod element;
+mod hopper;
 mod kernels;
 mod launch;
 mod matrices;
@@ -16,6 +17,7 @@ mod products;
 mod steps;
 mod survey;
 
+pub(crate) use hopper::{gpu, orthogonalize_on_hopper};
 pub(crate) use matrices::{add_to_diagonal, normalize, widen_transposed};
 pub(crate) use products::{fma, outer, product};
 pub(crate) use steps::{accumulate, adamw, apply, momentum};

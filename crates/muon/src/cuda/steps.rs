@@ -70,16 +70,21 @@ pub(crate) fn momentum(
 }
 
 /// `p ← keep·p - step·o`.
-pub(crate) fn apply(
+pub(crate) fn apply(weights: PartMut<'_>, update: Part<'_>, keep: f32, step: f32) -> Result<()> {
+    by_dtype!(update.0.dtype(), apply_from(weights, update, keep, step))
+}
+
+fn apply_from<T: Element>(
     (weights, layout): PartMut<'_>,
     update: Part<'_>,
     keep: f32,
     step: f32,
 ) -> Result<()> {
     let elements = layout.shape().elem_count();
-    let kernel = Kernels::Elementwise.load(update.0.device(), "apply")?;
+    let name = format!("apply_{}", T::SUFFIX);
+    let kernel = Kernels::Elementwise.load(update.0.device(), &name)?;
     let mut weights = view_mut::<f32>(weights, layout)?;
-    let update = view::<f32>(update.0, update.1)?;
+    let update = view::<T>(update.0, update.1)?;
     let len = elements as u64;
     let mut arguments = kernel.builder();
     arguments
@@ -88,7 +93,7 @@ pub(crate) fn apply(
         .arg(&keep)
         .arg(&step)
         .arg(&len);
-    // SAFETY: `apply(p, o, keep, step, n)`; both slices have n elements (`check_operands`).
+    // SAFETY: `apply_*(p, o, keep, step, n)`; both slices have n elements (`check_places`).
     unsafe { launch(&mut arguments, over(elements, 1)?) }
 }
 

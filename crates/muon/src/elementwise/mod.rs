@@ -1,7 +1,7 @@
 //! The element-wise steps: each one pass over memory, in f32, every operation rounded by itself.
 //!
-//! Operands are contiguous f32 tensors of equal length, of any shape, on one device; views of larger
-//! buffers are written through. No two operands of a call may be views of one buffer.
+//! Operands are contiguous tensors of equal length, of any shape, on one device, f32 where nothing
+//! else is said; views of larger buffers are written through. No two operands of a call may be views of one buffer.
 //!
 //! Elements have the same bits on every device.
 
@@ -55,14 +55,14 @@ pub fn momentum_update(
     Ok(op.into_update())
 }
 
-/// Decays weights and subtracts an orthogonalized update.
+/// Decays weights and subtracts an orthogonalized update of dtype f32, f16 or bf16.
 ///
 /// As computed, with `d = 1 - lr·weight_decay` and `s = lr·scale` each rounded to f32 once:
 /// `p ← d·p - s·o`. Without decay d is 1, which leaves p exact.
 ///
 /// # Errors
-/// For operands that are not contiguous f32 of equal length in buffers of their own; the weights
-/// are untouched then.
+/// For weights that are not contiguous f32, and for an update of another dtype, length or device,
+/// that is not contiguous or in the same buffer; the weights are untouched then.
 pub fn apply_update(
     weights: &Tensor,
     orthogonalized: &Tensor,
@@ -70,7 +70,10 @@ pub fn apply_update(
     lr: f64,
     weight_decay: f64,
 ) -> Result<(), Error> {
-    check_operands(&[("the weights", weights), ("the update", orthogonalized)])?;
+    let operands = [("the weights", weights), ("the update", orthogonalized)];
+    check_dtypes(&operands[..1], &[DType::F32], "f32")?;
+    check_dtypes(&operands[1..], &FLOATS, "f32, f16 or bf16")?;
+    check_places(&operands)?;
     let op = ApplyOp {
         keep: (1.0 - lr * weight_decay) as f32,
         step: (lr * scale) as f32,

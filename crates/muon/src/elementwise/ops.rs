@@ -149,9 +149,15 @@ impl InplaceOp2 for ApplyOp {
         update: &CpuStorage,
         update_layout: &Layout,
     ) -> CandleResult<()> {
-        let weights = slice_mut(weights, layout)?.iter_mut();
-        for (p, o) in weights.zip(slice(update, update_layout)?) {
-            *p = self.keep * *p - self.step * o;
+        let weights = slice_mut(weights, layout)?;
+        let Some((start, end)) = update_layout.contiguous_offsets() else {
+            bail!("{}: expected a contiguous update", self.name());
+        };
+        match update {
+            CpuStorage::F32(o) => self.run(weights, o[start..end].iter().copied()),
+            CpuStorage::F16(o) => self.run(weights, o[start..end].iter().map(|o| o.to_f32())),
+            CpuStorage::BF16(o) => self.run(weights, o[start..end].iter().map(|o| o.to_f32())),
+            _ => bail!("{}: expected f32, f16 or bf16", self.name()),
         }
         Ok(())
     }
@@ -170,6 +176,14 @@ impl InplaceOp2 for ApplyOp {
             self.keep,
             self.step,
         )
+    }
+}
+
+impl ApplyOp {
+    fn run(&self, weights: &mut [f32], update: impl Iterator<Item = f32>) {
+        for (p, o) in weights.iter_mut().zip(update) {
+            *p = self.keep * *p - self.step * o;
+        }
     }
 }
 

@@ -120,6 +120,19 @@ fn without_decay_weights_are_not_rounded_before_the_step() {
 }
 
 #[test]
+fn an_update_in_half_precision_is_applied_as_its_values_in_f32() {
+    for dtype in [DType::F16, DType::BF16] {
+        let buffer = gaussian(&[40], 2).to_dtype(dtype).unwrap();
+        let update = buffer.narrow(0, 7, 30).unwrap();
+        let (weights, expected) = (gaussian(&[30], 1), gaussian(&[30], 1));
+        apply_update(&weights, &update, 1.5, 0.1, 0.3).unwrap();
+        let update = update.to_dtype(DType::F32).unwrap();
+        apply_update(&expected, &update, 1.5, 0.1, 0.3).unwrap();
+        assert_eq!(bits(&weights), bits(&expected));
+    }
+}
+
+#[test]
 fn adamw_follows_its_formula_over_many_steps() {
     let len = 40;
     let config = AdamWConfig {
@@ -207,8 +220,13 @@ fn operands_are_checked_before_anything_is_written() {
     assert_eq!(error.to_string(), "the gradient has 5 elements; expected 6");
 
     let half = b.to_dtype(DType::F16).unwrap();
-    let error = apply_update(&a, &half, 1.0, 0.1, 0.0).unwrap_err();
-    assert_eq!(error.to_string(), "the update has dtype F16; expected f32");
+    let error = apply_update(&half, &a, 1.0, 0.1, 0.0).unwrap_err();
+    let message = "the weights has dtype F16; expected f32";
+    assert_eq!(error.to_string(), message);
+    let integers = b.to_dtype(DType::U32).unwrap();
+    let error = apply_update(&a, &integers, 1.0, 0.1, 0.0).unwrap_err();
+    let message = "the update has dtype U32; expected f32, f16 or bf16";
+    assert_eq!(error.to_string(), message);
 
     let strided = Tensor::stack(&[&b, &c], 1)
         .unwrap()

@@ -86,10 +86,6 @@ fn steps_have_the_bits_of_the_cpu() {
                 &|x| Some(momentum_update(&x[0], &x[1], 0.95, nesterov).unwrap()),
             );
         }
-        compare(&mut table, "apply", &operands[..2], &|x| {
-            apply_update(&x[0], &x[1], 1.3, 0.02, 0.1).unwrap();
-            None
-        });
         let config = AdamWConfig {
             weight_decay: 0.1,
             ..AdamWConfig::default()
@@ -104,6 +100,10 @@ fn steps_have_the_bits_of_the_cpu() {
             let values = operands[1].clamp(-6e4f32, 6e4f32).unwrap();
             let values = values.to_dtype(dtype).unwrap();
             let operands = [operands[0].clone(), values];
+            compare(&mut table, &format!("apply {dtype:?}"), &operands, &|x| {
+                apply_update(&x[0], &x[1], 1.3, 0.02, 0.1).unwrap();
+                None
+            });
             for factor in [1.0, 0.3] {
                 compare(
                     &mut table,

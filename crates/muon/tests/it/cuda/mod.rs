@@ -2,6 +2,7 @@
 //! measured before it judges: run with `--include-ignored --nocapture cuda`.
 
 mod elementwise;
+mod hopper;
 mod newton_schulz;
 mod optimizer;
 mod survey;

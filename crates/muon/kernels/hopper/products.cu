@@ -1,0 +1,407 @@
+// The products of Newton-Schulz on stacks of matrices, f16 or bf16 with sums in f32:
+//
+//   symmetric:        D = alpha · A·Bᵀ + from_a · A + from_b · B + diagonal · I,  D symmetric, n × n
+//   apply:            D = alpha · A·B + from_b · B,                      A n × n, B and D n × m
+//   apply_transposed: D = the transpose of that, m × n
+//
+// `symmetric` serves R = X Xᵀ (A = B = X, n × m) and the products of symmetric, commuting A and B.
+// It computes the tiles on and below the diagonal, and stores each twice, the second time
+// transposed, so that D equals its transpose bit for bit. In Newton-Schulz what is added is always
+// one of the factors. Its tile passes through shared memory as a part of the sum over K, and is
+// picked up there: nothing else is loaded.
+//
+// All matrices are row-major with a pitch of a multiple of 16 bytes. Each has one tensor map
+// (columns, rows, matrices of the stack), with boxes of 64 × 64 × 1 elements in the 128-byte
+// swizzle. Reads beyond an edge give zeros, writes there are dropped, so any n and m will do.
+//
+// Two blocks make a cluster, which works off a list of pairs of tiles (`Tile`), one tile a block.
+// The host deals the pairs to the clusters. A tile has 128 rows, 64 for each of two consumer
+// warpgroups, and 64, 128, 192 or 256 columns. Where the two tiles of a pair start at the same
+// column they share B: each block loads half of it for both. A tile on the diagonal may be narrower
+// than what it loads. One lane of a third warpgroup issues all loads, through a ring of stages with
+// 64 of K each.
+//
+// A sum over K has the same order in any tile, so D does not depend on how the tiles are dealt.
+//
+// Every kernel lets its successor start early and waits for its predecessors before it reads A and
+// B. `tiles` and `first` are read before that: they are written once, ahead of any launch. D is
+// neither A nor B.
+
+#include "hopper.cuh"
+#include "wgmma.cuh"
+
+namespace {
+
+using namespace hopper;
+
+// The part of D that a block computes: 128 rows from `row`, `columns` from `column`; multiples of
+// 64. What lies outside of D is not stored. `shared` is how many columns of B, at least `columns`,
+// the pair loads together, or 0 where each block loads its own.
+struct alignas(16) Tile {
+  int row;
+  int column;
+  int matrix;
+  short columns;
+  short shared;
+};
+
+// `kApplyTransposed` is for matrices with more rows than columns, which are iterated as transposes.
+enum class Op { kSymmetric, kApply, kApplyTransposed };
+
+// `alpha` is not zero.
+struct Scalars {
+  float alpha;
+  float from_a;
+  float from_b;
+  float diagonal;
+};
+
+constexpr int kBlock = 64;  // side of what a tensor map's box holds
+constexpr uint32_t kBlockBytes = kBlock * kBlock * 2;
+constexpr int kWarpgroups = 2;  // that compute
+constexpr int kWarpgroupThreads = 128;
+constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
+constexpr uint32_t kABytes = kWarpgroups * kBlockBytes;
+constexpr uint32_t kStagingBytes = 2 * kBlockBytes;  // a warpgroup: two blocks on their way out
+constexpr uint32_t kAlignment = 1024;  // of a block in the 128-byte swizzle
+
+// The ring of stages, as each of its users walks it, and what follows it in shared memory. The
+// narrower the tiles, the more stages fit, and the more are needed: a stage lasts less long.
+template <int kColumns>
+struct Ring {
+  static constexpr uint32_t kStageBytes = kABytes + kColumns / kBlock * kBlockBytes;
+  static constexpr uint32_t kStages = 192 * 1024 / kStageBytes;
+  static constexpr uint32_t kStagingAt = kStages * kStageBytes;
+  static constexpr uint32_t kBarriersAt = kStagingAt + kWarpgroups * kStagingBytes;
+  static constexpr uint32_t kSharedBytes = kBarriersAt + kStages * 16 + kAlignment;
+
+  uint32_t shared;
+  uint32_t stage = 0;
+  uint32_t parity = 0;
+
+  __device__ uint32_t a() const { return shared + stage * kStageBytes; }
+  __device__ uint32_t b() const { return a() + kABytes; }
+  __device__ uint32_t full() const { return shared + kBarriersAt + stage * 16; }
+  __device__ uint32_t empty() const { return full() + 8; }
+  __device__ void advance() {
+    stage += 1;
+    if (stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Issues the loads of all tiles, from one lane.
+template <Op kOp, class Ring>
+__device__ __forceinline__ void load(Ring ring, const TensorMap* map_a, const TensorMap* map_b,
+                                     const Tile* tiles, int begin, int end, int k_blocks,
+                                     uint32_t rank) {
+  Tile tile = tiles[2 * begin + rank];
+  wait_for_predecessors();
+  for (int i = begin; i < end; ++i) {
+    const Tile next = tiles[2 * min(i + 1, end - 1) + rank];
+    const int b_blocks = (tile.shared ? tile.shared : tile.columns) / kBlock;
+    const int b_first = tile.shared ? rank : 0, b_step = tile.shared ? 2 : 1;
+    for (int k = 0; k < k_blocks; ++k) {
+      barrier_wait(ring.empty(), ring.parity ^ 1);
+      barrier_expect(ring.full(), kABytes + b_blocks * kBlockBytes);
+      // B first, since the peer waits for it too.
+#pragma unroll 1
+      for (int c = b_first; c < b_blocks; c += b_step) {
+        const int along_n = tile.column + c * kBlock;
+        const int column = kOp == Op::kSymmetric ? k * kBlock : along_n;
+        const int row = kOp == Op::kSymmetric ? along_n : k * kBlock;
+        const uint32_t to = ring.b() + c * kBlockBytes;
+        if (tile.shared) {
+          load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
+        } else {
+          load_box(to, map_b, ring.full(), column, row, tile.matrix);
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < kWarpgroups; ++w) {
+        load_box(ring.a() + w * kBlockBytes, map_a, ring.full(), k * kBlock,
+                 tile.row + w * kBlock, tile.matrix);
+      }
+      ring.advance();
+    }
+    tile = next;
+  }
+}
+
+// Where a lane finds its row of the four fragments that make 16 × 16 elements of a block: those of
+// rows 16 r and columns 16 c (`straight`), or of rows 16 c and columns 16 r, transposed, so that
+// the lane's values are the same (`mirrored`). r is the warp of the warpgroup.
+struct Fragments {
+  uint32_t straight_row, straight_unit, mirrored_row, mirrored_unit;
+
+  __device__ explicit Fragments(uint32_t thread) {
+    const uint32_t warp = thread / 32, row = thread % 8, fragment = thread % 32 / 8;
+    const uint32_t lower = fragment % 2, right = fragment / 2;
+    straight_row = (16 * warp + 8 * lower + row) * 128;
+    straight_unit = (right ^ row) * 16;
+    mirrored_row = (8 * right + row) * 128;
+    mirrored_unit = ((2 * warp + lower) ^ row) * 16;
+  }
+  __device__ uint32_t straight(uint32_t block, uint32_t c) const {
+    return block + straight_row + (straight_unit ^ 32 * c);
+  }
+  __device__ uint32_t mirrored(uint32_t block, uint32_t c) const {
+    return block + mirrored_row + 2048 * c + mirrored_unit;
+  }
+};
+
+// acc (64 × 64, a part of the accumulators) += factor · the block, or its transpose.
+template <class T, bool kTransposed>
+__device__ __forceinline__ void add_block(float* acc, const Fragments& at, uint32_t block,
+                                          float factor) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    uint32_t f[4];
+    load_fragments<kTransposed>(f, kTransposed ? at.mirrored(block, c) : at.straight(block, c));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack(f[i], T{});
+      acc[8 * c + 2 * i] = fmaf(factor, pair.x, acc[8 * c + 2 * i]);
+      acc[8 * c + 2 * i + 1] = fmaf(factor, pair.y, acc[8 * c + 2 * i + 1]);
+    }
+  }
+}
+
+// One of two staging blocks of a warpgroup after the other: write it between `begin` and `store`.
+// One lane of the first warp stores.
+struct Staging {
+  uint32_t shared;
+  uint32_t barrier;
+  bool first_warp;
+  uint32_t next = 0;
+
+  __device__ __forceinline__ uint32_t begin() {
+    if (first_warp && elect()) wait_for_reads_of_stores<1>();
+    warpgroup_sync(barrier);
+    return shared + next * kBlockBytes;
+  }
+  __device__ __forceinline__ void store(const TensorMap* map, int column, int row, int matrix) {
+    fence_for_copy_engine();
+    warpgroup_sync(barrier);
+    if (first_warp && elect()) store_box(map, shared + next * kBlockBytes, column, row, matrix);
+    next ^= 1;
+  }
+  __device__ __forceinline__ void end() {
+    if (first_warp && elect()) wait_for_reads_of_stores<0>();
+  }
+};
+
+// The value at column 2 (l % 4) + {0, 1} of row l / 4 from `f` on and below the diagonal of a
+// fragment, from its transpose above.
+__device__ __forceinline__ uint32_t mirror_lower(uint32_t f) {
+  const uint32_t transposed = transpose_fragment(f);
+  const uint32_t lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
+  const uint32_t low = column > row ? transposed : f;
+  const uint32_t high = column + 1 > row ? transposed : f;
+  return __byte_perm(low, high, 0x7610);
+}
+
+// Rounds a 64 × 64 part of the accumulators and stores it at (row, column).
+template <class T, Op kOp>
+__device__ __forceinline__ void store_block(const float* acc, const Fragments& at,
+                                            Staging& staging, const TensorMap* map, int row,
+                                            int column, int matrix, const Scalars& s) {
+  const int warp = threadIdx.x % kWarpgroupThreads / 32, lane = threadIdx.x % 32;
+  const bool on_diagonal = kOp == Op::kSymmetric && row == column;
+  uint32_t f[4][4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float x = s.alpha * acc[8 * c + 2 * i], y = s.alpha * acc[8 * c + 2 * i + 1];
+      if (on_diagonal && c == warp && (i == 0 || i == 3)) {
+        if (lane / 4 == 2 * (lane % 4)) x += s.diagonal;
+        if (lane / 4 == 2 * (lane % 4) + 1) y += s.diagonal;
+      }
+      f[c][i] = pack(x, y, T{});
+    }
+  }
+  if (!on_diagonal) {
+    if constexpr (kOp != Op::kApplyTransposed) {
+      const uint32_t block = staging.begin();
+#pragma unroll
+      for (int c = 0; c < 4; ++c) store_fragments<false>(at.straight(block, c), f[c]);
+      staging.store(map, column, row, matrix);
+    }
+    if constexpr (kOp != Op::kApply) {
+      const uint32_t transposed = staging.begin();
+#pragma unroll
+      for (int c = 0; c < 4; ++c) store_fragments<true>(at.mirrored(transposed, c), f[c]);
+      staging.store(map, row, column, matrix);
+    }
+    return;
+  }
+  const uint32_t block = staging.begin();
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    if (c < warp) {
+      store_fragments<false>(at.straight(block, c), f[c]);
+      store_fragments<true>(at.mirrored(block, c), f[c]);
+    } else if (c == warp) {
+      f[c][0] = mirror_lower(f[c][0]);
+      f[c][2] = transpose_fragment(f[c][1]);
+      f[c][3] = mirror_lower(f[c][3]);
+      store_fragments<false>(at.straight(block, c), f[c]);
+    }
+  }
+  staging.store(map, column, row, matrix);
+}
+
+// What a warpgroup does for one tile of `kColumns` columns.
+template <class T, Op kOp, int kColumns, class Ring>
+__device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Fragments& at,
+                                        const TensorMap* map_d, const Tile& tile, int k_blocks,
+                                        const Scalars& s) {
+  constexpr int kBlocks = kColumns / kBlock;
+  constexpr bool kSymmetric = kOp == Op::kSymmetric;
+  const int warpgroup = warp_index() / 4;
+  const int row = tile.row + warpgroup * kBlock;
+  const float ratio_a = s.from_a / s.alpha, ratio_b = s.from_b / s.alpha;
+  const int a_passes = kSymmetric && s.from_a != 0 ? tile.column / kBlock : k_blocks;
+  const int b_passes = s.from_b != 0 ? row / kBlock : k_blocks;
+  const bool releases = threadIdx.x % kWarpgroupThreads < 2;
+  const uint32_t peer = threadIdx.x % kWarpgroupThreads;
+
+  float acc[kColumns / 2];
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) acc[i] = 0;
+  uint32_t previous = 0;
+  for (int k = 0; k < k_blocks; ++k) {
+    barrier_wait(ring.full(), ring.parity);
+    const uint32_t block_a = ring.a() + warpgroup * kBlockBytes;
+    const uint64_t a = describe_k_major(block_a);
+    const uint64_t b = kSymmetric ? describe_k_major(ring.b()) : describe_n_major(ring.b());
+    pin(acc);
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      product<T, !kSymmetric>(acc, a + i * (32 >> 4), b + i * ((kSymmetric ? 32 : 2048) >> 4));
+    }
+    products_commit();
+    const int a_block = k - a_passes;
+    const bool adds_a = kSymmetric && 0 <= a_block && a_block < kBlocks;
+    const bool adds_b = k == b_passes;
+    if (adds_a || adds_b) {
+      products_wait<0>();
+      pin(acc);
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) {
+        if (adds_a && c == a_block) add_block<T, false>(acc + 32 * c, at, block_a, ratio_a);
+        if (adds_b) {
+          add_block<T, kSymmetric>(acc + 32 * c, at, ring.b() + c * kBlockBytes, ratio_b);
+        }
+      }
+      pin(acc);
+      warpgroup_sync(staging.barrier);  // all have read: one thread may release the stage for all
+    }
+    products_wait<1>();
+    if (k > 0 && releases) barrier_arrive(previous, peer);
+    previous = ring.empty();
+    ring.advance();
+  }
+  products_wait<0>();
+  pin(acc);
+  if (releases) barrier_arrive(previous, peer);
+
+#pragma unroll
+  for (int c = 0; c < kBlocks; ++c) {
+    const int column = tile.column + c * kBlock;
+    if (!kSymmetric || column <= row) {
+      store_block<T, kOp>(acc + 32 * c, at, staging, map_d, row, column, tile.matrix, s);
+    }
+  }
+}
+
+// `compute` for a tile of at most `kColumns` columns.
+template <class T, Op kOp, int kColumns, class Ring>
+__device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const Fragments& at,
+                                            const TensorMap* map_d, const Tile& tile, int k_blocks,
+                                            const Scalars& s) {
+  if (tile.columns == kColumns) {
+    compute<T, kOp, kColumns>(ring, staging, at, map_d, tile, k_blocks, s);
+  } else if constexpr (kColumns > 64) {
+    compute_any<T, kOp, kColumns - 64>(ring, staging, at, map_d, tile, k_blocks, s);
+  }
+}
+
+// Cluster c works off the pairs first[c] .. first[c + 1] of `tiles`.
+template <class T, Op kOp, int kMaxColumns>
+__device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map_b,
+                                    const TensorMap* map_d, const Tile* tiles, const int* first,
+                                    int k_blocks, const Scalars& s) {
+  extern __shared__ uint8_t raw[];
+  Ring<kMaxColumns> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
+  const uint32_t rank = cluster_rank();
+  const int begin = first[cluster_index()], end = first[cluster_index() + 1];
+  const int warpgroup = warp_index() / 4;
+
+  launch_dependents();
+  if (warp_index() == 0 && elect()) {
+    prefetch_map(map_a);
+    prefetch_map(map_b);
+    prefetch_map(map_d);
+    for (Ring<kMaxColumns> r = ring; r.parity == 0; r.advance()) {
+      barrier_init(r.full(), 1);
+      barrier_init(r.empty(), 2 * kWarpgroups);  // the consumers of both blocks
+    }
+    barrier_init_fence();
+  }
+  cluster_sync();
+
+  if (warpgroup == kWarpgroups) {
+    give_registers<40>();
+    if (warp_index() == 4 * kWarpgroups && elect()) {
+      load<kOp>(ring, map_a, map_b, tiles, begin, end, k_blocks, rank);
+    }
+  } else {
+    take_registers<232>();
+    const uint32_t thread = threadIdx.x % kWarpgroupThreads;
+    const Fragments at(thread);
+    Staging staging{ring.shared + ring.kStagingAt + warpgroup * kStagingBytes,
+                    1u + warpgroup, warp_index() % 4 == 0};
+    Tile tile = tiles[2 * begin + rank];
+    for (int i = begin; i < end; ++i) {
+      const Tile next = tiles[2 * min(i + 1, end - 1) + rank];
+      compute_any<T, kOp, kMaxColumns>(ring, staging, at, map_d, tile, k_blocks, s);
+      tile = next;
+    }
+    staging.end();
+  }
+  cluster_sync();  // until then the peer may arrive at this block's barriers
+}
+
+}  // namespace
+
+// Launch: clusters of 2 blocks of 384 threads, at most as many as fit at once (66 on an H200), each
+// with a pair at least; shared memory of 230464, 230496 and 230528 bytes for the kernels named 256,
+// 128 and 64 after the most columns of their tiles. `k_blocks` is the number of columns of A in
+// blocks of 64, rounded up.
+#define PRODUCT_KERNEL(name, type, op, columns)                                                 \
+  static_assert(Ring<columns>::kSharedBytes ==                                                  \
+                (columns == 256 ? 230464 : columns == 128 ? 230496 : 230528));                  \
+  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)           \
+      name(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,            \
+           const __grid_constant__ TensorMap d, const Tile* __restrict__ tiles,                 \
+           const int* __restrict__ first, int k_blocks, Scalars scalars) {                      \
+    run<type, op, columns>(&a, &b, &d, tiles, first, k_blocks, scalars);                        \
+  }
+#define PRODUCT_KERNELS(columns)                                                                \
+  PRODUCT_KERNEL(newton_schulz_symmetric_f16_##columns, __half, Op::kSymmetric, columns)        \
+  PRODUCT_KERNEL(newton_schulz_symmetric_bf16_##columns, __nv_bfloat16, Op::kSymmetric, columns) \
+  PRODUCT_KERNEL(newton_schulz_apply_f16_##columns, __half, Op::kApply, columns)                \
+  PRODUCT_KERNEL(newton_schulz_apply_bf16_##columns, __nv_bfloat16, Op::kApply, columns)        \
+  PRODUCT_KERNEL(newton_schulz_apply_transposed_f16_##columns, __half, Op::kApplyTransposed,    \
+                 columns)                                                                       \
+  PRODUCT_KERNEL(newton_schulz_apply_transposed_bf16_##columns, __nv_bfloat16,                  \
+                 Op::kApplyTransposed, columns)
+
+PRODUCT_KERNELS(256)
+PRODUCT_KERNELS(128)
+PRODUCT_KERNELS(64)

@@ -1,0 +1,220 @@
+//! What comes before the products and after them: normalization into a stack with a pitch, and a
+//! stack without its padding.
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Result, Tensor, bail};
+use cudarc::driver::{CudaFunction, CudaStream};
+use half::{bf16, f16};
+
+use super::maps::Stack;
+use super::modules::{Grid, Modules, argument, launch};
+use crate::cuda::launch::address;
+use crate::hopper::workspace::Batch;
+
+/// Threads of a block, and elements of a vector, as `kernels/hopper/normalize.cu` has them.
+const THREADS: usize = 256;
+const VECTOR: usize = 8;
+/// Matrices of a launch that takes their addresses.
+const MATRICES: usize = 128;
+/// Matrices of a launch that takes a stack.
+const MOST_OF_A_STACK: usize = 1 << 15;
+/// Blocks that keep the memory of an H200 busy: of one matrix alone, and of all.
+const MOST_BLOCKS: usize = 1056;
+const MOST_BLOCKS_OF_ALL: usize = 2112;
+/// A side of the tiles by which a matrix is transposed.
+const TILE: usize = 64;
+
+/// The dtypes that matrices are read in.
+const INPUTS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+pub(super) struct Edges {
+    /// One for each of `INPUTS`.
+    normalizers: [Normalizer; 3],
+    /// To the iteration's dtype.
+    unpad: CudaFunction,
+    unpad_to_f32: CudaFunction,
+    x: Stack,
+    /// The address of the parts of sums of squares, and how many a matrix has.
+    parts: (u64, usize),
+}
+
+struct Normalizer {
+    measure: CudaFunction,
+    divide: CudaFunction,
+    divide_transposed: CudaFunction,
+}
+
+impl Edges {
+    /// From matrices to `x`, which has tall ones as their transposes. `parts` is where sums of
+    /// squares go, and how many a matrix has.
+    pub(super) fn new(
+        modules: &Modules,
+        dtype: DType,
+        x: Stack,
+        parts: (u64, usize),
+    ) -> Result<Self> {
+        let to = dtype.as_str();
+        let kernel = |name: &str| modules.edge(&format!("newton_schulz_{name}"));
+        let normalizer = |from: DType| -> Result<_> {
+            let from = from.as_str();
+            Ok(Normalizer {
+                measure: kernel(&format!("measure_{from}"))?,
+                divide: kernel(&format!("divide_{from}_{to}"))?,
+                divide_transposed: kernel(&format!("divide_transposed_{from}_{to}"))?,
+            })
+        };
+        let [f32, f16, bf16] = INPUTS.map(normalizer);
+        Ok(Self {
+            normalizers: [f32?, f16?, bf16?],
+            unpad: kernel(&format!("unpad_{to}_{to}"))?,
+            unpad_to_f32: kernel(&format!("unpad_{to}_f32"))?,
+            x,
+            parts,
+        })
+    }
+
+    /// Normalizes contiguous matrices, as many as `x` has, into it.
+    pub(super) fn normalize(
+        &self,
+        device: &CudaDevice,
+        wide: &[Tensor],
+        tall: &[Tensor],
+    ) -> Result<()> {
+        if wide.len() + tall.len() != self.x.count {
+            bail!(
+                "{} and {} matrices, of {}",
+                wide.len(),
+                tall.len(),
+                self.x.count
+            );
+        }
+        let mut first = 0;
+        for (matrices, transposed) in [(wide, false), (tall, true)] {
+            let of_one_dtype = matrices.chunk_by(|a, b| a.dtype() == b.dtype());
+            for run in of_one_dtype.flat_map(|run| run.chunks(MATRICES)) {
+                self.normalize_run(device, run, transposed, first)?;
+                first += run.len();
+            }
+        }
+        Ok(())
+    }
+
+    fn normalize_run(
+        &self,
+        device: &CudaDevice,
+        run: &[Tensor],
+        transposed: bool,
+        first: usize,
+    ) -> Result<()> {
+        let dtype = run[0].dtype();
+        let Some(index) = INPUTS.iter().position(|input| *input == dtype) else {
+            bail!("expected f32, f16 or bf16, got {dtype:?}");
+        };
+        let normalizer = &self.normalizers[index];
+        let (n, m) = (self.x.rows, self.x.cols);
+        let (rows, cols) = if transposed { (m, n) } else { (n, m) };
+        let stream = device.cuda_stream();
+        let mut addresses = [0u64; MATRICES];
+        for (to, x) in addresses.iter_mut().zip(run) {
+            if x.dims() != [rows, cols] {
+                bail!("expected a matrix of {rows} x {cols}, got {:?}", x.shape());
+            }
+            *to = match dtype {
+                DType::F32 => address::<f32>(device, x)?,
+                DType::F16 => address::<f16>(device, x)?,
+                _ => address::<bf16>(device, x)?,
+            };
+        }
+        let (parts, count) = self.parts;
+        let parts = parts + (first * count * size_of::<[u32; 2]>()) as u64;
+        let elements = (rows * cols) as i64;
+        let mut arguments = [argument(&addresses), argument(&parts), argument(&elements)];
+        let grid = grid(count, run.len());
+        // SAFETY: `newton_schulz_measure_*(from, parts, elements)`, with an address of so many live
+        // elements for each matrix, and room for a part for each block.
+        unsafe { launch(&stream, &normalizer.measure, grid, &mut arguments) }?;
+
+        let out = self.x.skip(first).address;
+        let [parts_of_matrix, rows, cols, pitch] =
+            [count, rows, cols, Batch::pitch(m)].map(|size| size as i32);
+        let mut arguments = [
+            argument(&addresses),
+            argument(&out),
+            argument(&parts),
+            argument(&parts_of_matrix),
+            argument(&rows),
+            argument(&cols),
+            argument(&pitch),
+        ];
+        let (kernel, blocks) = if transposed {
+            let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
+            (&normalizer.divide_transposed, tiles)
+        } else {
+            (
+                &normalizer.divide,
+                n * Batch::pitch(m) / VECTOR / THREADS / 4,
+            )
+        };
+        let grid = grid_of(blocks, run.len());
+        // SAFETY: `newton_schulz_divide_*(from, out, parts, parts_of_matrix, rows, cols, pitch)`, with
+        // the same addresses and parts, and from `out` on a place in X for each matrix.
+        unsafe { launch(&stream, kernel, grid, &mut arguments) }
+    }
+
+    /// Writes a stack of the workspace to a contiguous one at an address, in f32 or as it is.
+    ///
+    /// # Safety
+    /// There is room for all matrices at the address.
+    pub(super) unsafe fn unpad(
+        &self,
+        stream: &CudaStream,
+        from: Stack,
+        to: u64,
+        to_f32: bool,
+    ) -> Result<()> {
+        let (kernel, element) = if to_f32 {
+            (&self.unpad_to_f32, size_of::<f32>())
+        } else {
+            (&self.unpad, size_of::<f16>())
+        };
+        let matrix_bytes = from.rows * from.cols * element;
+        for first in (0..from.count).step_by(MOST_OF_A_STACK) {
+            let part = from.skip(first);
+            let part = part.take(part.count.min(MOST_OF_A_STACK));
+            let to = to + (first * matrix_bytes) as u64;
+            let [rows, cols, pitch] =
+                [part.rows, part.cols, Batch::pitch(part.cols)].map(|size| size as i32);
+            let mut arguments = [
+                argument(&part.address),
+                argument(&to),
+                argument(&rows),
+                argument(&cols),
+                argument(&pitch),
+            ];
+            let vectors = part.rows * Batch::pitch(part.cols) / VECTOR;
+            let grid = grid_of(vectors / THREADS / 2, part.count);
+            // SAFETY: `newton_schulz_unpad_*(stack, out, rows, cols, pitch)`, with so many matrices in
+            // both.
+            unsafe { launch(stream, kernel, grid, &mut arguments) }?;
+        }
+        Ok(())
+    }
+}
+
+/// At least a block for each matrix, and at most what keeps the memory busy.
+fn grid_of(blocks: usize, matrices: usize) -> Grid {
+    let most = if matrices > 1 {
+        MOST_BLOCKS.min(MOST_BLOCKS_OF_ALL / matrices)
+    } else {
+        MOST_BLOCKS
+    };
+    grid(blocks.min(most).max(1), matrices)
+}
+
+fn grid(blocks: usize, matrices: usize) -> Grid {
+    Grid {
+        blocks: (blocks as u32, matrices as u32),
+        threads: THREADS as u32,
+        shared_bytes: 0,
+    }
+}

@@ -1,0 +1,108 @@
+//! The cubins of `kernels/hopper/*.cu`, and how their kernels are launched.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use candle_core::Result;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use cudarc::driver::sys::{
+    CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
+    CUlaunchConfig, cuLaunchKernelEx,
+};
+use cudarc::driver::{CudaFunction, CudaModule, CudaStream};
+use cudarc::nvrtc::Ptx;
+
+macro_rules! cubin {
+    ($name:literal) => {
+        include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".cubin"))
+    };
+}
+
+/// The kernels, loaded on a device.
+pub(super) struct Modules {
+    products: Arc<CudaModule>,
+    normalize: Arc<CudaModule>,
+}
+
+impl Modules {
+    pub(super) fn load(device: &CudaDevice) -> Result<Self> {
+        let stream = device.cuda_stream();
+        let load = |cubin: &[u8]| {
+            let image = Ptx::from_binary(cubin.to_vec());
+            stream.context().load_module(image).w()
+        };
+        Ok(Self {
+            products: load(cubin!("products"))?,
+            normalize: load(cubin!("normalize"))?,
+        })
+    }
+
+    /// A kernel of `products.cu`, allowed so many bytes of shared memory.
+    pub(super) fn product(&self, name: &str, shared_bytes: u32) -> Result<CudaFunction> {
+        let function = self.products.load_function(name).w()?;
+        let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        function.set_attribute(most, shared_bytes as i32).w()?;
+        Ok(function)
+    }
+
+    /// A kernel of `normalize.cu`.
+    pub(super) fn edge(&self, name: &str) -> Result<CudaFunction> {
+        self.normalize.load_function(name).w()
+    }
+}
+
+/// The size of a launch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Grid {
+    pub(super) blocks: (u32, u32),
+    pub(super) threads: u32,
+    pub(super) shared_bytes: u32,
+}
+
+/// A reference as a kernel's argument.
+pub(super) fn argument<T: Copy>(value: &T) -> *mut c_void {
+    std::ptr::from_ref(value).cast_mut().cast()
+}
+
+/// Puts a kernel on a stream, allowed to start before the one ahead of it has ended.
+///
+/// # Safety
+/// The arguments are those of the kernel, in number, order and type; it stays within the memory that
+/// they are of, and waits for its predecessors before it touches what they write. The stream's
+/// context is bound to the thread.
+pub(super) unsafe fn launch(
+    stream: &CudaStream,
+    function: &CudaFunction,
+    grid: Grid,
+    arguments: &mut [*mut c_void],
+) -> Result<()> {
+    let mut early = CUlaunchAttribute {
+        id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: CUlaunchAttributeValue { pad: [0; 64] },
+    };
+    early.value.programmaticStreamSerializationAllowed = 1;
+    let config = CUlaunchConfig {
+        gridDimX: grid.blocks.0,
+        gridDimY: grid.blocks.1,
+        gridDimZ: 1,
+        blockDimX: grid.threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: grid.shared_bytes,
+        hStream: stream.cu_stream(),
+        attrs: &raw mut early,
+        numAttrs: 1,
+    };
+    // SAFETY: as the caller promises; the configuration and the arguments are read before the call
+    // returns.
+    let launched = unsafe {
+        cuLaunchKernelEx(
+            &raw const config,
+            function.cu_function(),
+            arguments.as_mut_ptr(),
+            std::ptr::null_mut(),
+        )
+    };
+    launched.result().w()
+}

@@ -1,0 +1,231 @@
+//! An iteration as a list of products.
+
+use crate::Method;
+use crate::iteration::RESTART;
+
+/// A stack of the workspace: X and Y are n × m, the others n × n and symmetric.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Buffer {
+    X,
+    Y,
+    R,
+    Z,
+    Q,
+    T,
+}
+
+/// The factors of a product, laid out as `Scalars` in `kernels/hopper/products.cu`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[repr(C)]
+pub(crate) struct Scalars {
+    /// Not zero.
+    pub(crate) alpha: f32,
+    pub(crate) from_a: f32,
+    pub(crate) from_b: f32,
+    pub(crate) diagonal: f32,
+}
+
+/// `D = alpha A B + from_a A + from_b B + diagonal I`; D is neither A nor B.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Product {
+    pub(crate) a: Buffer,
+    /// Read as its transpose where D is symmetric, which matters for X Xᵀ alone.
+    pub(crate) b: Buffer,
+    pub(crate) d: Buffer,
+    pub(crate) scalars: Scalars,
+}
+
+impl Product {
+    /// Whether D is n × n and symmetric; else it is n × m.
+    pub(crate) fn is_symmetric(&self) -> bool {
+        !matches!(self.d, Buffer::X | Buffer::Y)
+    }
+}
+
+/// The iteration with coefficients `[a, b, c]` a step, at least one, on what lies in X. Its result is
+/// the last product's. The polynomials are those of [`iteration`](crate::iteration), where `a I` is
+/// kept beside the first factor since a restart, instead of being added to it.
+pub(crate) fn program(method: Method, rows: &[[f64; 3]]) -> Vec<Product> {
+    match method {
+        Method::Gram => gram(rows),
+        Method::Auto | Method::Standard => standard(rows),
+    }
+}
+
+/// Floating-point operations of a program, a multiply-add counted as two, half of a symmetric
+/// product left out.
+pub(crate) fn flops(program: &[Product], n: usize, m: usize) -> u64 {
+    let (n, m) = (n as u64, m as u64);
+    let of = |product: &Product| match (product.is_symmetric(), product.a) {
+        (true, Buffer::X | Buffer::Y) => n * n * m,
+        (true, _) => n * n * n,
+        (false, _) => 2 * n * n * m,
+    };
+    program.iter().map(of).sum()
+}
+
+fn standard(rows: &[[f64; 3]]) -> Vec<Product> {
+    let (mut x, mut y) = (Buffer::X, Buffer::Y);
+    let mut program = Vec::new();
+    for &[a, b, c] in rows {
+        program.push(outer(x));
+        program.push(polynomial(b, c));
+        program.push(apply(Buffer::Z, x, y, a));
+        (x, y) = (y, x);
+    }
+    program
+}
+
+fn gram(rows: &[[f64; 3]]) -> Vec<Product> {
+    let (mut x, mut y) = (Buffer::X, Buffer::Y);
+    let mut program = vec![outer(x)];
+    let mut squares = [Buffer::Z, Buffer::Q, Buffer::T];
+    // The factors gathered so far, in Q, and what times I is to be added to them.
+    let mut gathered: Option<f64> = None;
+    for (step, &[a, b, c]) in rows.iter().enumerate() {
+        if step == RESTART
+            && let Some(beside) = gathered.take()
+        {
+            program.push(apply(squares[1], x, y, beside));
+            (x, y) = (y, x);
+            program.push(outer(x));
+        }
+        let [z, q, t] = squares;
+        program.push(Product {
+            d: z,
+            ..polynomial(b, c)
+        });
+        let gram_is_needed = step + 1 < rows.len() && step + 1 != RESTART;
+        if gram_is_needed {
+            program.push(product(Buffer::R, z, t, a, 0.0, 0.0));
+            program.push(product(t, z, Buffer::R, a, 0.0, 0.0));
+        }
+        gathered = Some(match gathered {
+            None => {
+                squares = [q, z, t];
+                a
+            }
+            Some(beside) => {
+                program.push(product(q, z, t, a, beside, beside * a));
+                squares = [z, t, q];
+                0.0
+            }
+        });
+    }
+    if let Some(beside) = gathered {
+        program.push(apply(squares[1], x, y, beside));
+    }
+    program
+}
+
+/// R = X Xᵀ.
+fn outer(x: Buffer) -> Product {
+    product(x, x, Buffer::R, 0.0, 0.0, 0.0)
+}
+
+/// Z = bR + cR².
+fn polynomial(b: f64, c: f64) -> Product {
+    /// Factors are divided by this one, so it cannot be zero; times R² this rounds to zero.
+    const LEAST: f32 = 1e-30;
+    let c = c as f32;
+    let alpha = if c.abs() < LEAST { LEAST } else { c };
+    let mut polynomial = product(Buffer::R, Buffer::R, Buffer::Z, b, 0.0, 0.0);
+    polynomial.scalars.alpha = alpha;
+    polynomial
+}
+
+/// Y = AX + beside · X.
+fn apply(a: Buffer, x: Buffer, y: Buffer, beside: f64) -> Product {
+    product(a, x, y, 0.0, beside, 0.0)
+}
+
+fn product(a: Buffer, b: Buffer, d: Buffer, from_a: f64, from_b: f64, diagonal: f64) -> Product {
+    let scalars = Scalars {
+        alpha: 1.0,
+        from_a: from_a as f32,
+        from_b: from_b as f32,
+        diagonal: diagonal as f32,
+    };
+    Product { a, b, d, scalars }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Coefficients;
+
+    /// All matrices of an iteration share singular vectors, so it can be run on a singular value.
+    fn run(program: &[Product], s: f64) -> f64 {
+        let index = |buffer: Buffer| buffer as usize;
+        let mut value = [f64::NAN; 6];
+        value[index(Buffer::X)] = s;
+        for product in program {
+            assert!(product.d != product.a && product.d != product.b);
+            assert!(product.scalars.alpha != 0.0);
+            let (a, b) = (value[index(product.a)], value[index(product.b)]);
+            let Scalars {
+                alpha,
+                from_a,
+                from_b,
+                diagonal,
+            } = product.scalars;
+            let [alpha, from_a, from_b, diagonal] =
+                [alpha, from_a, from_b, diagonal].map(f64::from);
+            value[index(product.d)] = alpha * a * b + from_a * a + from_b * b + diagonal;
+        }
+        value[index(program[program.len() - 1].d)]
+    }
+
+    fn sets() -> Vec<Coefficients> {
+        vec![
+            Coefficients::KellerJordan,
+            Coefficients::PolarExpress,
+            Coefficients::You,
+            Coefficients::custom(vec![[1.0, 0.0, 0.0]]).unwrap(),
+            Coefficients::custom(vec![[1.5, -0.5, 0.0], [2.0, -1.0, -0.1]]).unwrap(),
+        ]
+    }
+
+    #[test]
+    fn a_program_computes_the_polynomials() {
+        for set in sets() {
+            for steps in 1..=8 {
+                let rows = set.steps(steps);
+                for method in [Method::Standard, Method::Gram] {
+                    let program = program(method, &rows);
+                    for s in [0.0, 0.01, 0.3, 0.77, 1.0] {
+                        let expected = rows
+                            .iter()
+                            .fold(s, |s, [a, b, c]| s * (a + s * s * (b + s * s * c)));
+                        let got = run(&program, s);
+                        let error = (got - expected).abs();
+                        assert!(
+                            error < 1e-5 * expected.abs().max(1.0),
+                            "{method} of {steps} steps of {set:?} at {s}: {got}, not {expected}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn five_steps_have_the_flops_of_the_cheapest_known_form() {
+        let rows = Coefficients::default().steps(5);
+        let (n, m) = (3, 7);
+        let standard = flops(&program(Method::Standard, &rows), n, m);
+        assert_eq!(standard, (15 * n * n * m + 5 * n * n * n) as u64);
+        let gram = flops(&program(Method::Gram, &rows), n, m);
+        assert_eq!(gram, (6 * n * n * m + 14 * n * n * n) as u64);
+    }
+
+    #[test]
+    fn the_last_product_is_not_symmetric() {
+        for steps in 1..=6 {
+            let rows = Coefficients::default().steps(steps);
+            for method in [Method::Standard, Method::Gram] {
+                assert!(!program(method, &rows).last().unwrap().is_symmetric());
+            }
+        }
+    }
+}

@@ -1,0 +1,380 @@
+//! The tiles of a product, in the pairs that the two blocks of a cluster compute together.
+
+/// Rows of a tile.
+const ROWS: usize = 128;
+/// Rows of a band: of the two tiles of a pair.
+const BAND: usize = 2 * ROWS;
+/// Pairs that run at about the same time share rows and columns in the L2 if they come from a square
+/// of this many elements a side.
+const SQUARE: usize = 8 * BAND;
+/// What the columns of tiles are multiples of.
+pub(super) const BLOCK: usize = 64;
+
+/// What is computed of a result: of a symmetric one the tiles on and below the diagonal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Region {
+    /// n × n.
+    Symmetric { n: usize },
+    /// rows × cols.
+    Full { rows: usize, cols: usize },
+}
+
+/// The most columns of a product's tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Width {
+    W64,
+    W128,
+    W192,
+    W256,
+}
+
+impl Width {
+    pub(crate) const ALL: [Self; 4] = [Self::W64, Self::W128, Self::W192, Self::W256];
+
+    pub(crate) fn columns(self) -> usize {
+        match self {
+            Self::W64 => 64,
+            Self::W128 => 128,
+            Self::W192 => 192,
+            Self::W256 => 256,
+        }
+    }
+
+    /// The most columns of the kernel that computes such tiles. One with fewer has more stages.
+    pub(crate) fn kernel(self) -> usize {
+        match self {
+            Self::W192 => 256,
+            other => other.columns(),
+        }
+    }
+
+    /// Time that a tile takes, measured on an H200, in hundredths of that of 256 columns.
+    pub(super) fn cost(self) -> u32 {
+        match self {
+            Self::W64 => 36,
+            Self::W128 => 55,
+            Self::W192 => 78,
+            Self::W256 => 100,
+        }
+    }
+}
+
+/// A block's part of a result, laid out as `Tile` in `kernels/hopper/products.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C, align(16))]
+pub(crate) struct Tile {
+    pub(crate) row: i32,
+    pub(crate) column: i32,
+    pub(crate) matrix: i32,
+    pub(crate) columns: i16,
+    /// Columns of B that both blocks load together, at least `columns` of each; 0 if they do not.
+    pub(crate) shared: i16,
+}
+
+impl Tile {
+    fn new(row: usize, column: usize, matrix: usize, columns: usize, shared: usize) -> Self {
+        // All far below the limits: n and m are checked against i32 before anything is dealt.
+        Self {
+            row: row as i32,
+            column: column as i32,
+            matrix: matrix as i32,
+            columns: columns as i16,
+            shared: shared as i16,
+        }
+    }
+
+    pub(super) fn cost(&self) -> u32 {
+        let columns = self.columns as usize;
+        let width = Width::ALL.into_iter().find(|w| w.columns() == columns);
+        width.expect("a tile has one of four widths").cost()
+    }
+}
+
+/// The tiles of the two blocks of a cluster.
+pub(super) type Pair = [Tile; 2];
+
+/// A way to cut a region. All give the same bits, in different times.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cut {
+    pub(super) width: Width,
+    /// So many bands of each matrix, of those that come last, in pieces of 192 columns.
+    pub(super) narrow_bands: usize,
+    /// So many pairs below the diagonal, over all matrices, in halves of 128 columns.
+    pub(super) halved: usize,
+    /// The diagonal of two bands as two pairs: the lower tiles of both, and the upper ones, of half
+    /// the width.
+    pub(super) crossed: bool,
+}
+
+impl Cut {
+    pub(super) fn plain(width: Width) -> Self {
+        Self {
+            width,
+            narrow_bands: 0,
+            halved: 0,
+            crossed: false,
+        }
+    }
+}
+
+/// The pairs that make up the region of each of `batch` matrices.
+pub(super) fn pairs(region: Region, batch: usize, cut: Cut) -> Vec<Pair> {
+    let mut cutter = Cutter {
+        region,
+        cut,
+        narrow_left: cut.narrow_bands,
+        halved_left: cut.halved,
+        pairs: Vec::new(),
+    };
+    for matrix in 0..batch {
+        cutter.matrix(matrix);
+    }
+    cutter.pairs
+}
+
+struct Cutter {
+    region: Region,
+    cut: Cut,
+    narrow_left: usize,
+    halved_left: usize,
+    pairs: Vec<Pair>,
+}
+
+impl Cutter {
+    fn rows(&self) -> usize {
+        match self.region {
+            Region::Symmetric { n } => n,
+            Region::Full { rows, .. } => rows,
+        }
+    }
+
+    fn is_symmetric(&self) -> bool {
+        matches!(self.region, Region::Symmetric { .. })
+    }
+
+    /// Where the columns of a band end.
+    fn end(&self, band: usize) -> usize {
+        match self.region {
+            Region::Symmetric { n } => n.min((band + 1) * BAND),
+            Region::Full { cols, .. } => cols,
+        }
+    }
+
+    fn matrix(&mut self, matrix: usize) {
+        let bands = self.rows().div_ceil(BAND);
+        let columns = self.end(bands - 1);
+        let widths = self.widths(bands);
+        let width = self.cut.width.columns();
+        let square = SQUARE / width * width;
+        let mut crossing = Vec::new();
+        for first in (0..bands).step_by(SQUARE / BAND) {
+            for left in (0..columns).step_by(square) {
+                for (band, own) in widths.iter().enumerate().skip(first).take(SQUARE / BAND) {
+                    let own = own.columns();
+                    let end = self.end(band);
+                    let right = if own == width {
+                        end.min(left + square)
+                    } else if left == 0 {
+                        end
+                    } else {
+                        continue;
+                    };
+                    for column in (left..right).step_by(own) {
+                        self.piece(matrix, band, column, own, end, &mut crossing);
+                    }
+                }
+            }
+        }
+        self.cross(matrix, &crossing);
+    }
+
+    /// The width of each band's pieces.
+    fn widths(&mut self, bands: usize) -> Vec<Width> {
+        let mut widths = vec![self.cut.width; bands];
+        for band in (0..bands).rev() {
+            // Pieces of 192 fill a symmetric band whose end is a multiple of them.
+            let fits = !self.is_symmetric() || ((band + 1) * BAND).is_multiple_of(192);
+            if self.narrow_left > 0 && fits {
+                widths[band] = Width::W192;
+                self.narrow_left -= 1;
+            }
+        }
+        widths
+    }
+
+    fn piece(
+        &mut self,
+        matrix: usize,
+        band: usize,
+        column: usize,
+        width: usize,
+        end: usize,
+        crossing: &mut Vec<usize>,
+    ) {
+        let row = band * BAND;
+        let full = Width::W256.columns();
+        let crosses = self.cut.crossed && self.is_symmetric() && width == full && column == row;
+        if crosses && column + ROWS < self.rows() {
+            crossing.push(band);
+            return;
+        }
+        let columns = width.min((end - column).next_multiple_of(BLOCK));
+        if columns == full && self.halved_left > 0 && column + full <= row {
+            self.halved_left -= 1;
+            for column in [column, column + full / 2] {
+                self.pair(matrix, row, column, full / 2, full / 2);
+            }
+            return;
+        }
+        let upper = if self.is_symmetric() {
+            // Up to the last row of the upper tile; above the diagonal nothing is stored.
+            columns.min((row + ROWS).saturating_sub(column)).max(BLOCK)
+        } else {
+            columns
+        };
+        self.pair(matrix, row, column, upper, columns);
+    }
+
+    /// Two tiles below one another, which load B together.
+    fn pair(&mut self, matrix: usize, row: usize, column: usize, upper: usize, lower: usize) {
+        let tile = |row, columns| Tile::new(row, column, matrix, columns, lower);
+        self.pairs.push([tile(row, upper), tile(row + ROWS, lower)]);
+    }
+
+    /// The tiles on the diagonal of these bands.
+    fn cross(&mut self, matrix: usize, bands: &[usize]) {
+        for bands in bands.chunks(2) {
+            let on_diagonal = |band: &usize, down: usize, columns: usize| {
+                Tile::new(band * BAND + down, band * BAND, matrix, columns, 0)
+            };
+            match bands {
+                [p, q] => {
+                    self.pairs
+                        .push([on_diagonal(p, ROWS, BAND), on_diagonal(q, ROWS, BAND)]);
+                    self.pairs
+                        .push([on_diagonal(p, 0, ROWS), on_diagonal(q, 0, ROWS)]);
+                }
+                [p] => self.pair(matrix, p * BAND, p * BAND, ROWS, BAND),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How often each 64 × 64 block of each matrix is stored by the kernels.
+    fn stored(region: Region, batch: usize, pairs: &[Pair]) -> Vec<u32> {
+        let (rows, cols, symmetric) = match region {
+            Region::Symmetric { n } => (n, n, true),
+            Region::Full { rows, cols } => (rows, cols, false),
+        };
+        let (down, across) = (rows.div_ceil(BLOCK), cols.div_ceil(BLOCK));
+        let mut stored = vec![0; batch * down * across];
+        for tile in pairs.iter().flatten() {
+            let (row, column) = (tile.row as usize / BLOCK, tile.column as usize / BLOCK);
+            for r in row..(row + ROWS / BLOCK).min(down) {
+                for c in column..(column + tile.columns as usize / BLOCK).min(across) {
+                    if !symmetric || c <= r {
+                        stored[(tile.matrix as usize * down + r) * across + c] += 1;
+                    }
+                }
+            }
+        }
+        stored
+    }
+
+    fn check(region: Region, batch: usize, cut: Cut) {
+        let pairs = pairs(region, batch, cut);
+        let case = format!("{region:?} x {batch}, {cut:?}");
+        for [a, b] in &pairs {
+            for tile in [a, b] {
+                assert!(
+                    tile.columns % 64 == 0 && (64..=256).contains(&tile.columns),
+                    "{case}"
+                );
+                assert!(
+                    tile.columns as usize <= cut.width.columns().max(192),
+                    "{case}"
+                );
+                assert!(tile.row % 64 == 0 && tile.column % 64 == 0, "{case}");
+                assert!(tile.shared == 0 || tile.shared >= tile.columns, "{case}");
+                assert!(
+                    tile.shared as usize <= cut.width.kernel().max(192),
+                    "{case}"
+                );
+            }
+            assert_eq!(a.shared, b.shared, "{case}");
+            if a.shared > 0 {
+                assert_eq!((a.column, a.matrix), (b.column, b.matrix), "{case}");
+            }
+        }
+        let stored = stored(region, batch, &pairs);
+        let symmetric = matches!(region, Region::Symmetric { .. });
+        let across = match region {
+            Region::Symmetric { n } => n.div_ceil(BLOCK),
+            Region::Full { cols, .. } => cols.div_ceil(BLOCK),
+        };
+        let down = stored.len() / batch / across;
+        for (i, times) in stored.iter().enumerate() {
+            let (r, c) = (i / across % down, i % across);
+            assert_eq!(
+                *times,
+                u32::from(!symmetric || c <= r),
+                "block ({r}, {c}), {case}"
+            );
+        }
+    }
+
+    const SIDES: [usize; 14] = [
+        1, 63, 64, 65, 128, 129, 200, 256, 257, 511, 768, 1000, 2049, 2304,
+    ];
+
+    #[test]
+    fn every_block_is_stored_once() {
+        for n in SIDES {
+            for width in Width::ALL {
+                for batch in [1, 3] {
+                    check(Region::Symmetric { n }, batch, Cut::plain(width));
+                    for cols in [n, n + 70, 3 * n] {
+                        check(Region::Full { rows: n, cols }, batch, Cut::plain(width));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_block_is_stored_once_however_the_region_is_cut() {
+        for n in SIDES {
+            for (narrow_bands, halved) in [(1, 0), (5, 0), (0, 1), (0, 7), (2, 3)] {
+                for crossed in [false, true] {
+                    let cut = Cut {
+                        width: Width::W256,
+                        narrow_bands,
+                        halved,
+                        crossed,
+                    };
+                    check(Region::Symmetric { n }, 2, cut);
+                    check(
+                        Region::Full {
+                            rows: n,
+                            cols: 2 * n + 100,
+                        },
+                        2,
+                        cut,
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_tile_is_laid_out_as_the_kernels_read_it() {
+        assert_eq!((size_of::<Tile>(), align_of::<Tile>()), (16, 16));
+        assert_eq!(std::mem::offset_of!(Tile, columns), 12);
+        assert_eq!(std::mem::offset_of!(Tile, shared), 14);
+    }
+}
