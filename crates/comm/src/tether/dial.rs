@@ -39,13 +39,17 @@ impl Dial<'_> {
     /// Tries the ports in turn until rank 0 has let this rank in and all others have come.
     pub(super) fn connect(&self, ports: [u16; 2]) -> Result<TcpStream, SetupError> {
         let mut pause = BACKOFF.0;
-        let mut trouble = ports.map(|port| format!("port {port} was not tried"));
+        let mut trouble = ports.map(|_| None);
         loop {
             for (port, trouble) in ports.into_iter().zip(&mut trouble) {
                 match self.attempt(port) {
                     Ok(stream) => return Ok(stream),
                     Err(Attempt::Final(error)) => return Err(error),
-                    Err(Attempt::Again(why)) => *trouble = format!("port {port}: {why}"),
+                    // An attempt that the deadline cut short says less than the one before it.
+                    Err(Attempt::Again(why)) if trouble.is_none() || !self.left().is_zero() => {
+                        *trouble = Some(format!("port {port}: {why}"));
+                    }
+                    Err(Attempt::Again(_)) => {}
                 }
             }
             let left = self.left();
@@ -55,7 +59,7 @@ impl Dial<'_> {
                     address: self.address.to_owned(),
                     ports,
                     deadline: self.deadline,
-                    trouble: trouble.join(", "),
+                    trouble: trouble.into_iter().flatten().collect::<Vec<_>>().join(", "),
                 });
             }
             thread::sleep(pause.min(left));
