@@ -52,7 +52,7 @@ impl Loads {
 }
 
 fn node(load: u64, rank: Rank) -> u128 {
-    (u128::from(load) << 64) | rank.0 as u128
+    (u128::from(load) << 64) + rank.0 as u128
 }
 
 #[cfg(test)]

@@ -263,6 +263,18 @@ fn a_block_grows_by_bucket_size_until_the_padding_is_under_the_cap() {
 }
 
 #[test]
+fn a_block_that_fits_at_its_largest_is_not_split() {
+    // In plan order 100, 64, 100 and 64 elements: only all four balance two ranks.
+    let params = squares(&[8, 10, 8, 10]);
+    let layout = lay(&params, 2, 100);
+    assert_eq!(
+        map(&params, &layout),
+        [[(0, 64)], [(0, 100)], [(1, 64)], [(1, 100)]]
+    );
+    assert_eq!((layout.blocks().len(), layout.padding()), (1, 0));
+}
+
+#[test]
 fn the_costliest_matrix_is_split_up_to_the_mean() {
     // 400 and three times 100 elements on two ranks: whole, a shard of 400 leaves 100 of padding.
     let params = squares(&[20, 10, 10, 10]);
@@ -278,6 +290,25 @@ fn the_costliest_matrix_is_split_up_to_the_mean() {
         ]
     );
     assert_eq!((layout.blocks()[0].shard_len, layout.padding()), (350, 0));
+}
+
+/// Costs that have nothing to do with elements: no bound on shards sees that one rank gets three
+/// matrices, so only the deal does.
+#[test]
+fn a_deal_that_costs_unbalance_is_split_too() {
+    let squares = squares(&[10; 4]);
+    let costly = |((_, param), cost): ((ParamId, &Param), u64)| {
+        let mut param = param.clone();
+        param.matrices[0].cost = cost;
+        param
+    };
+    let params = squares.iter().zip([10, 1, 1, 1]).map(costly).collect();
+    let params = Params::new(params).unwrap();
+    let layout = lay(&params, 2, 1000);
+    // Whole: 100 and 300. With the costly one split: 0, 1, 0, and all of it beside the second.
+    let slices = [[(1, 100)], [(0, 100)], [(1, 100)], [(0, 100)]];
+    assert_eq!(map(&params, &layout), slices);
+    assert_eq!(layout.padding(), 0);
 }
 
 #[test]
