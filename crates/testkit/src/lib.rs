@@ -16,3 +16,8 @@ pub mod model;
 pub mod partial;
 pub mod reference;
 pub mod replay;
+
+/// The snippets of the README are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+mod readme {}

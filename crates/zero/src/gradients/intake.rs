@@ -39,7 +39,7 @@ pub(crate) struct Intake {
     /// By bucket.
     lanes: Vec<Lane>,
     /// By parameter; an empty one has none.
-    homes: Vec<Option<Home>>,
+    homes: Arc<[Option<Home>]>,
     /// By bucket: sums of the micro-batches before the last, where they are not reduced (stage 1).
     locals: Vec<Option<Tensor>>,
     buffers: Buffers,
@@ -78,7 +78,7 @@ impl Intake {
             stage: config.stage,
             accumulate: config.accumulate.get(),
             overlap: config.overlap,
-            homes: homes(&plan),
+            homes: homes(&plan).into(),
             locals: vec![None; lanes.len()],
             buffers: Buffers::new(setup.device.clone(), uses),
             slots: lanes.iter().map(|_| Slot::Empty).collect(),
@@ -258,14 +258,15 @@ impl Intake {
 
     fn place(&mut self, param: ParamId, gradient: &Tensor) -> Result<()> {
         self.cycle.arrive(param.index());
-        let Some(home) = self.homes[param.index()].take() else {
+        let homes = Arc::clone(&self.homes);
+        let Some(home) = &homes[param.index()] else {
             return Ok(());
         };
+        let gradient = flat::one_dimensional(gradient)?;
         let bytes = gradient.elem_count() * gradient.dtype().size_in_bytes();
         self.held.add(bytes);
-        let placed = self.place_at(&home, &flat::one_dimensional(gradient)?);
+        let placed = self.place_at(home, &gradient);
         self.held.remove(bytes);
-        self.homes[param.index()] = Some(home);
         placed?;
         self.issue_full()
     }
