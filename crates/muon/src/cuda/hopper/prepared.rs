@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, WithDType, bail};
+use cudarc::driver::result::graph;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
 use cudarc::driver::{CudaGraph, CudaSlice, CudaStream, CudaViewMut, DevicePtr, DevicePtrMut};
 
@@ -105,18 +106,18 @@ impl Prepared {
         if let Graph::Captured(graph) = &self.graph
             && as_graph
         {
-            return graph.launch().w();
+            return self.replay(graph);
         }
         // Within a capture of the caller's, the products become a part of that.
         let idle = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let again = matches!(self.graph, Graph::RunOnce);
         if as_graph && again && self.stream.capture_status().w()? == idle {
             let graph = self.capture()?;
-            graph.launch().w()?;
+            self.replay(&graph)?;
             self.graph = Graph::Captured(graph);
             return Ok(());
         }
-        self.launch_all()?;
+        self.launch_all(&self.stream)?;
         if matches!(self.graph, Graph::NotRun) {
             self.graph = Graph::RunOnce;
         }
@@ -160,12 +161,14 @@ impl Prepared {
         }
     }
 
+    /// On a stream of its own: what another thread launches on the device's stream meanwhile must run, not be recorded.
     fn capture(&self) -> Result<CudaGraph> {
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        self.stream.begin_capture(mode).w()?;
-        let launched = self.launch_all();
+        let private = self.stream.context().new_stream().w()?;
+        private.begin_capture(mode).w()?;
+        let launched = self.launch_all(&private);
         // A capture that has begun must be ended, whatever happened in it.
-        let graph = self.stream.end_capture(CUgraphInstantiate_flags(0)).w();
+        let graph = private.end_capture(CUgraphInstantiate_flags(0)).w();
         launched?;
         match graph? {
             Some(graph) => Ok(graph),
@@ -173,9 +176,15 @@ impl Prepared {
         }
     }
 
-    fn launch_all(&self) -> Result<()> {
+    fn replay(&self, graph: &CudaGraph) -> Result<()> {
+        // SAFETY: the graph is whole, and what it works on lives as long as `self`, which waits for the stream before
+        // it goes.
+        unsafe { graph::launch(graph.cu_graph_exec(), self.stream.cu_stream()) }.w()
+    }
+
+    fn launch_all(&self, stream: &Arc<CudaStream>) -> Result<()> {
         let mut launches = self.launches.iter();
-        launches.try_for_each(|product| product.launch(&self.stream, None))
+        launches.try_for_each(|product| product.launch(stream, None))
     }
 }
 

@@ -93,6 +93,9 @@ fn judge(
         &format!("{error:.2e}, {ratio:.2} of the emulation's"),
         match ns.iterate {
             Precision::F32 => error < bound,
+            // Rounding of one n x n product to 8 bits is all the accuracy that Gram has then: cuBLAS's order of sums
+            // shows (measured: up to 1.9).
+            Precision::BF16 => ratio < 2.5,
             _ => ratio < 1.5,
         },
     );
