@@ -311,6 +311,28 @@ fn a_deal_that_costs_unbalance_is_split_too() {
     assert_eq!(layout.padding(), 0);
 }
 
+/// Five matrices are longer than a shard may be; the sixth costliest is not, and stays whole.
+#[test]
+fn no_matrix_is_split_without_need() {
+    let sides: Vec<_> = [100; 5].into_iter().chain([10; 160]).collect();
+    let params = squares(&sides);
+    let layout = lay(&params, 16, 100_000);
+    assert_eq!(
+        (layout.blocks().len(), layout.blocks()[0].shard_len),
+        (1, 4126)
+    );
+    let small = |rank| {
+        let slices = layout.rank_slices(rank);
+        slices
+            .filter(|slice| params.get(slice.param).elems() == 100)
+            .map(|slice| slice.span.len())
+            .collect::<Vec<_>>()
+    };
+    for rank in layout.world().ranks() {
+        assert_eq!(small(rank), [100; 10], "rank {rank}");
+    }
+}
+
 #[test]
 fn padding_just_under_the_cap_is_left() {
     // Shards of 484 for 484 + 441 elements: 43 of padding are 4.6%.
