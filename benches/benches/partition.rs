@@ -55,7 +55,7 @@ fn layouts(c: &mut Criterion) {
         .sample_size(20);
     for placement in Placement::ALL {
         group.bench_function(placement.to_string(), |b| {
-            b.iter(|| lay(black_box(&params), 1024, placement))
+            b.iter(|| lay(black_box(&params), 1024, placement));
         });
     }
     group.finish();
