@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use polarshard_partition::{BlockId, Kept, ParamId, Place, Plan, Rank, Span};
+use polarshard_partition::{BlockId, Kept, ParamId, Place, Plan, Rank};
 
 use crate::error::Result;
 use crate::flat;
+use crate::step::OwnedSlice;
 
 #[derive(Debug)]
 pub(crate) struct Reduced {
@@ -68,16 +69,10 @@ impl Reduced {
     }
 
     /// The sum over one slice of this rank, as a view.
-    pub(crate) fn slice(
-        &self,
-        param: ParamId,
-        span: Span,
-        block: BlockId,
-        at: usize,
-    ) -> Result<Tensor> {
-        Ok(match self.wholes.get(&param) {
-            Some(whole) => flat::view(whole, span)?,
-            None => flat::view(&self.shards[&block], Span::of_len(at, span.len()))?,
+    pub(crate) fn slice(&self, slice: &OwnedSlice) -> Result<Tensor> {
+        Ok(match self.wholes.get(&slice.param) {
+            Some(whole) => flat::view(whole, slice.span)?,
+            None => flat::view(&self.shards[&slice.block], slice.in_shard())?,
         })
     }
 

@@ -27,6 +27,7 @@ use self::publish::Publisher;
 use self::update::Factors;
 
 pub(crate) use self::fragments::Fragments;
+pub(crate) use self::owned::OwnedSlice;
 pub(crate) use self::shard::{Shard, SliceState};
 
 /// Elements of the control sum at the boundary.
@@ -197,7 +198,7 @@ fn census(intake: &Intake, shard: &Shard, config: &Config, steps: u64) -> Result
         .iter()
         .map(|slice| {
             let reduced = &intake.reduced;
-            reduced.slice(slice.param, slice.span, slice.block, slice.at)
+            reduced.slice(slice)
         })
         .collect::<Result<Vec<_>>>()?;
     for (slice, survey) in shard.owned.iter().zip(survey_all(&gradients)?) {

@@ -75,7 +75,7 @@ impl Shard {
                 continue;
             };
             if !skipped(verdict, slice) {
-                let gradient = reduced.slice(slice.param, slice.span, slice.block, slice.at)?;
+                let gradient = reduced.slice(slice)?;
                 let gradient = mean(&gradient, factors(slice.param))?;
                 let update = momentum_update(momentum, &gradient, muon.momentum, muon.nesterov)?;
                 updates.put(slice.param, slice.span.start, update);
@@ -116,7 +116,7 @@ impl Shard {
                 .iter()
                 .filter(|slice| self.full_momentum.contains_key(&slice.param))
             {
-                let gradient = reduced.slice(slice.param, slice.span, slice.block, slice.at)?;
+                let gradient = reduced.slice(slice)?;
                 wholes.put(slice.param, slice.span.start, gradient);
             }
             self.swap(channel, ExchangeKind::Gradients, DType::F32, &mut wholes)?;
@@ -195,7 +195,7 @@ impl Shard {
             if skipped(verdict, slice) {
                 continue;
             }
-            let gradient = reduced.slice(slice.param, slice.span, slice.block, slice.at)?;
+            let gradient = reduced.slice(slice)?;
             let gradient = mean(&gradient, factors(slice.param))?;
             let weights = flat::view(&self.masters[slice.block.index()], slice.in_shard())?;
             adamw_update(
