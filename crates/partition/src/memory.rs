@@ -57,7 +57,8 @@ pub struct Memory {
     /// The wire buffers: the largest bucket of each flat space, being filled, and the largest of
     /// all, being reduced.
     pub buckets: Bytes,
-    /// The largest buffer of the boundary: an exchange's, or a window of gathered weights.
+    /// The largest buffer of the boundary: an exchange's, or two windows of gathered weights, of
+    /// which one is copied out while the next is gathered.
     pub staging: Bytes,
 }
 
@@ -158,7 +159,9 @@ impl Plan {
             .exchange_kinds()
             .iter()
             .map(|kind| Bytes::of(self.exchange(*kind, rank).len, exchange_wire(*kind, terms)));
-        let windows = self.gathers().map(|call| Bytes::of(call.elems, call.wire));
+        let windows = self
+            .gathers()
+            .map(|call| Bytes::of(2 * call.elems, call.wire));
         exchanges.chain(windows).max().unwrap_or_default()
     }
 }

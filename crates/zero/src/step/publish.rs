@@ -1,7 +1,7 @@
 //! New weights to all ranks, in the model's dtype, block by block and window by window.
 
 use candle_core::{Device, Tensor};
-use polarshard_comm::Request;
+use polarshard_comm::{Pending, Request};
 use polarshard_partition::{Block, Class, Plan, Span};
 
 use crate::channel::Channel;
@@ -10,7 +10,7 @@ use crate::flat;
 use crate::gradients::{Buffer, Buffers};
 use crate::weights::Weight;
 
-/// The staging buffer of the weights' all-gather.
+/// The staging buffers of the weights' all-gather, two at most.
 #[derive(Debug)]
 pub(crate) struct Publisher {
     staging: Buffers,
@@ -29,7 +29,7 @@ impl Publisher {
         }
     }
 
-    /// Gathers every rank's masters and copies them into the model.
+    /// Gathers every rank's masters and copies them into the model: one window while the next is gathered.
     pub(crate) fn publish(
         &mut self,
         channel: &mut Channel,
@@ -38,22 +38,47 @@ impl Publisher {
         weights: &[Weight],
     ) -> Result<()> {
         let world = channel.world().get();
+        let mut in_flight: Option<InFlight<'_>> = None;
         for (id, master) in plan.layout().block_ids().zip(masters) {
             let block = plan.layout().block(id);
+            let space = plan.layout().space(block.space);
             for window in plan.windows(id) {
-                let staging = self
-                    .staging
-                    .take(plan.layout().space(block.space), world * window.len())?;
+                let staging = self.staging.take(space, world * window.len())?;
                 let own = channel.rank().0 * window.len();
                 flat::write(&staging.used, own, &flat::view(master, window)?)?;
-                channel
-                    .start(Request::all_gather(Class::Weight, &staging.used))?
-                    .wait()?;
-                copy_out(block, world, window, &staging, weights)?;
-                self.staging.give_back(staging);
+                let pending = channel.start(Request::all_gather(Class::Weight, &staging.used))?;
+                let before = in_flight.replace(InFlight {
+                    block,
+                    window,
+                    staging,
+                    pending,
+                });
+                if let Some(before) = before {
+                    self.staging.give_back(before.land(world, weights)?);
+                }
             }
         }
+        if let Some(last) = in_flight {
+            self.staging.give_back(last.land(world, weights)?);
+        }
         Ok(())
+    }
+}
+
+/// A window on its way.
+struct InFlight<'a> {
+    block: &'a Block,
+    window: Span,
+    staging: Buffer,
+    pending: Pending,
+}
+
+impl InFlight<'_> {
+    /// Waits for the window and copies it into the model. Returns the buffer.
+    fn land(self, world: usize, weights: &[Weight]) -> Result<Buffer> {
+        self.pending.wait()?;
+        copy_out(self.block, world, self.window, &self.staging, weights)?;
+        Ok(self.staging)
     }
 }
 

@@ -2,10 +2,10 @@
 
 use candle_core::{DType, Tensor};
 use polarshard_muon::{AdamWConfig, MuonConfig, adamw_update, apply_update, momentum_update};
-use polarshard_partition::{ExchangeKind, ParamId, Policy};
+use polarshard_partition::{ExchangeKind, ParamId};
 
 use super::decision::Verdict;
-use super::exchange::exchange;
+use super::exchange::Swap;
 use super::fragments::Fragments;
 use super::owned::OwnedSlice;
 use super::shard::{Shard, SliceState};
@@ -43,7 +43,13 @@ impl Shard {
         adamw: &AdamWConfig,
     ) -> Result<usize> {
         let mut updates = self.momentum(channel, reduced, &factors, verdict, muon)?;
-        let (results, orthogonalized) = self.orthogonalize(channel, &mut updates, verdict, muon)?;
+        let swap = self.swap(channel, ExchangeKind::Updates, DType::F32, &updates)?;
+        // While slices of updates travel.
+        self.adamw(reduced, &factors, verdict, adamw)?;
+        if let Some(swap) = swap {
+            swap.land(&mut updates)?;
+        }
+        let (results, orthogonalized) = self.orthogonalize(channel, &updates, verdict, muon)?;
         for slice in &self.owned {
             let Some(matrix) = slice.matrix else { continue };
             if skipped(verdict, slice) {
@@ -55,7 +61,6 @@ impl Shard {
             let scale = muon.scale.factor(matrix.rows, matrix.cols);
             apply_update(&weights, &result, scale, muon.lr, muon.weight_decay)?;
         }
-        self.adamw(reduced, &factors, verdict, adamw)?;
         Ok(orthogonalized)
     }
 
@@ -106,40 +111,28 @@ impl Shard {
     /// Under `CopyToOwners` with a route that left slices only, the owners of a split parameter swap them here.
     fn whole_gradients(&self, channel: &mut Channel, reduced: &Reduced) -> Result<Fragments> {
         let mut wholes = Fragments::new(self.device());
-        if self
-            .plan()
-            .exchange_kinds()
-            .contains(&ExchangeKind::Gradients)
+        for slice in self
+            .owned
+            .iter()
+            .filter(|slice| self.full_momentum.contains_key(&slice.param))
         {
-            for slice in self
-                .owned
-                .iter()
-                .filter(|slice| self.full_momentum.contains_key(&slice.param))
-            {
-                let gradient = reduced.slice(slice)?;
-                wholes.put(slice.param, slice.span.start, gradient);
-            }
-            self.swap(channel, ExchangeKind::Gradients, DType::F32, &mut wholes)?;
+            wholes.put(slice.param, slice.span.start, reduced.slice(slice)?);
+        }
+        if let Some(swap) = self.swap(channel, ExchangeKind::Gradients, DType::F32, &wholes)? {
+            swap.land(&mut wholes)?;
         }
         Ok(wholes)
     }
 
-    /// Gathers the matrices that this rank computes, orthogonalizes them, and brings results to their owners.
+    /// Orthogonalizes the matrices that this rank computes, and brings results to their owners.
     fn orthogonalize(
         &self,
         channel: &mut Channel,
-        updates: &mut Fragments,
+        updates: &Fragments,
         verdict: &Verdict,
         muon: &MuonConfig,
     ) -> Result<(Fragments, usize)> {
         let params = self.plan().params();
-        if self
-            .plan()
-            .exchange_kinds()
-            .contains(&ExchangeKind::Updates)
-        {
-            self.swap(channel, ExchangeKind::Updates, DType::F32, updates)?;
-        }
         let jobs: Vec<_> = (self.plan().jobs(channel.rank()).iter())
             .map(|id| (*id, params.matrix(*id)))
             .filter(|(id, (param, _))| !verdict.zero[id.index()] && !verdict.absent[param.index()])
@@ -160,22 +153,26 @@ impl Shard {
         {
             results.put(*param, matrix.span.start, result.flatten_all()?);
         }
-        if self.plan().policy() == Policy::AssignOwner {
-            let dtype = muon.newton_schulz.iterate.on(self.device());
-            self.swap(channel, ExchangeKind::Results, dtype, &mut results)?;
+        let dtype = muon.newton_schulz.iterate.on(self.device());
+        if let Some(swap) = self.swap(channel, ExchangeKind::Results, dtype, &results)? {
+            swap.land(&mut results)?;
         }
         Ok((results, jobs.len()))
     }
 
+    /// Starts a swap, if the plan has one of its kind.
     fn swap(
         &self,
         channel: &mut Channel,
         kind: ExchangeKind,
         dtype: DType,
-        fragments: &mut Fragments,
-    ) -> Result<()> {
+        fragments: &Fragments,
+    ) -> Result<Option<Swap>> {
+        if !self.plan().exchange_kinds().contains(&kind) {
+            return Ok(None);
+        }
         let plan = self.plan().exchange(kind, channel.rank());
-        exchange(channel, &plan, dtype, self.device(), fragments)
+        Swap::start(channel, plan, dtype, self.device(), fragments).map(Some)
     }
 
     fn adamw(

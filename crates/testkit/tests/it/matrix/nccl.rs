@@ -41,13 +41,9 @@ fn all_of(member: &Member, world: usize) -> Result<()> {
         .into_iter()
         .filter(|case| case.world == world)
         .collect();
-    // A placement with a route and a policy has its stages side by side, if it has two.
-    let stages = if of_world[0].stage == of_world[1].stage {
-        1
-    } else {
-        2
-    };
-    for (index, stages) in of_world.chunks(stages).enumerate() {
+    let alike =
+        |a: &Case, b: &Case| (a.placement, a.route, a.policy) == (b.placement, b.route, b.policy);
+    for (index, stages) in of_world.chunk_by(alike).enumerate() {
         let case = &stages[index % stages.len()];
         let precisions: &[Precision] = match index % 4 {
             0 => &[Precision::F32, Precision::F16],
