@@ -27,7 +27,7 @@ use crate::{
     SetupError, Started,
 };
 
-pub use device::device;
+pub use device::{device, device_count};
 
 /// How long a communicator that is dropped may take to abort, before it is left to itself.
 const ABORT: Duration = Duration::from_secs(10);
