@@ -8,7 +8,7 @@
 //! ```
 
 use std::error::Error;
-use std::process;
+use std::process::{self, ExitCode};
 use std::time::Duration;
 
 use polarshard_comm::launch::Launch;
@@ -18,7 +18,17 @@ use polarshard_partition::{Digest, Rank};
 
 const DEADLINE: Duration = Duration::from_secs(30);
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
+    match meet() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn meet() -> Result<(), Box<dyn Error>> {
     let launch = Launch::from_env()?
         .ok_or("no launcher started this process: use torchrun, srun or mpirun")?;
     let (rank, world) = (launch.rank(), launch.world());
