@@ -10,22 +10,13 @@ use polarshard_partition::Digest;
 /// rank's. Where there are fewer GPUs than ranks, the ranks share them.
 #[cfg(feature = "nccl")]
 pub(crate) fn join(launch: &Launch, digest: Digest) -> Result<(Box<dyn Communicator>, Device)> {
-    use anyhow::{Context, ensure};
+    use anyhow::ensure;
     use polarshard_comm::{Nccl, nccl};
 
     let count = nccl::device_count()?;
     ensure!(count > 0, "this machine has no GPU");
     let device = nccl::device(launch.local_rank() % count)?;
-    let comm = Nccl::connect(launch, &device, digest, crate::DEADLINE);
-    let comm = match launch.local_world() {
-        local if local > count => comm.with_context(|| {
-            format!(
-                "{local} ranks share {count} GPU(s), which NCCL 2.30 and later allow with \
-                 NCCL_MULTI_RANK_GPU_ENABLE=1"
-            )
-        })?,
-        _ => comm?,
-    };
+    let comm = Nccl::connect(launch, &device, digest, crate::DEADLINE)?;
     Ok((Box::new(comm), device))
 }
 

@@ -173,10 +173,17 @@ impl Options {
         Ok(())
     }
 
-    /// What all ranks must have alike: every option, and the text.
+    /// What all ranks must have alike: the text, and every option but those for rank 0 alone.
     pub(crate) fn digest(&self, text: &Text) -> Digest {
+        let alike = Self {
+            text: None,
+            out: PathBuf::new(),
+            compare: false,
+            beside: None,
+            ..self.clone()
+        };
         DigestWriter::new()
-            .str(&format!("{self:?}"))
+            .str(&format!("{alike:?}"))
             .u64(text.digest().0)
             .finish()
     }

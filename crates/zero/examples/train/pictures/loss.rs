@@ -10,7 +10,7 @@ const RIGHT: f64 = WIDTH - 24.0;
 const TOP: f64 = 64.0;
 const BOTTOM: f64 = HEIGHT - 52.0;
 /// The width of a character of the legend, nearly.
-const CHARACTER: f64 = 6.5;
+const CHARACTER: f64 = 7.0;
 
 const RUN: &str = "#2f6fb5";
 const HELD_OUT: &str = "#d1495b";
