@@ -1,0 +1,147 @@
+//! Steps whose gradients come from a backward pass, with which their reduction overlaps.
+
+use anyhow::{Result, ensure};
+use candle_core::{Device, Tensor};
+use polarshard_comm::Communicator;
+use polarshard_partition::Class;
+use polarshard_zero::{Config, Outcome, ParamStore, Roles, ZeroOptimizer};
+
+use crate::model::{Model, Network};
+use crate::split::{Split, median};
+use crate::timed::{Asked, At, Timed};
+use crate::{COUNTED, WARM, config, replay, say};
+
+/// In a micro-batch of one rank.
+const TOKENS: usize = 4096;
+
+/// Prints the time of a training step, and of its reductions made so slow that they take as long as the backward pass.
+pub(crate) fn measure(comm: &mut Timed, model: &Model, device: &Device) -> Result<()> {
+    let inputs = model.inputs(TOKENS, device)?;
+    let alone = compute_alone(comm, model, &inputs, device)?;
+    let (asked, overlapped) = Trainer::measured(comm, model, &inputs, true, device)?;
+    let (_, in_turn) = Trainer::measured(comm, model, &inputs, false, device)?;
+    let reduction = replay::alone(comm, &asked, Class::Gradient, device)?;
+    say(
+        comm,
+        format_args!(
+            "{TOKENS} tokens a rank: {alone:.2} ms forward and backward alone, {:.2} with the step, {:.2} without \
+             overlap; reductions take {reduction:.2} alone, of which {:.2} are waited for",
+            overlapped.total, in_turn.total, overlapped.waited
+        ),
+    );
+    if comm.world().get() > 1 {
+        slow(comm, model, &inputs, reduction, overlapped.pass, device)?;
+    }
+    Ok(())
+}
+
+/// The backward pass beside reductions that are repeated until they take as long alone.
+fn slow(
+    comm: &mut Timed,
+    model: &Model,
+    inputs: &Tensor,
+    reduction: f64,
+    pass: f64,
+    device: &Device,
+) -> Result<()> {
+    // All ranks must repeat as often.
+    let times = comm.mean(pass / reduction)?.round() as usize;
+    comm.repeat(times);
+    let (asked, overlapped) = Trainer::measured(comm, model, inputs, true, device)?;
+    let (_, in_turn) = Trainer::measured(comm, model, inputs, false, device)?;
+    let reduction = replay::alone(comm, &asked, Class::Gradient, device)?;
+    comm.repeat(0);
+    say(
+        comm,
+        format_args!(
+            "each reduction {} times: {pass:.2} ms of passes and {reduction:.2} of reductions take {:.2} together, {:.2} \
+             without overlap",
+            times + 1,
+            overlapped.pass,
+            in_turn.pass
+        ),
+    );
+    Ok(())
+}
+
+/// A forward and a backward pass without an optimizer.
+fn compute_alone(comm: &mut Timed, model: &Model, inputs: &Tensor, device: &Device) -> Result<f64> {
+    let network = model.on_variables(device)?;
+    let mut events = Vec::with_capacity(WARM + COUNTED);
+    for _ in 0..WARM + COUNTED {
+        network.loss(inputs)?.backward()?;
+        events.push(comm.clock.event()?);
+    }
+    device.synchronize()?;
+    let pairs = events[WARM - 1..].windows(2);
+    let times = pairs.map(|pair| Ok(f64::from(pair[0].elapsed_ms(&pair[1])?)));
+    Ok(median(times.collect::<Result<_>>()?))
+}
+
+/// A model in training.
+struct Trainer {
+    network: Network,
+    optimizer: ZeroOptimizer,
+}
+
+/// Medians, in milliseconds.
+struct Training {
+    /// Of a step, passes included.
+    total: f64,
+    /// From the begin of the forward pass until all reductions are done.
+    pass: f64,
+    /// What candle's stream waited for reductions.
+    waited: f64,
+}
+
+impl Trainer {
+    fn measured(
+        comm: &mut Timed,
+        model: &Model,
+        inputs: &Tensor,
+        overlap: bool,
+        device: &Device,
+    ) -> Result<(Vec<Asked>, Training)> {
+        let store = ParamStore::new(0, Roles::default());
+        let network = model.on_store(&store, device)?;
+        let config = Config {
+            overlap,
+            ..config()
+        };
+        let optimizer = store.optimizer(Box::new(comm.clone()), config)?;
+        let mut trainer = Self { network, optimizer };
+        for _ in 0..WARM {
+            trainer.step(comm, inputs)?;
+        }
+        let mut notes = Vec::with_capacity(COUNTED);
+        for _ in 0..COUNTED {
+            comm.clock.begin();
+            trainer.step(comm, inputs)?;
+            notes.push(comm.clock.end()?);
+        }
+        trainer.optimizer.shutdown()?;
+        let of = |from: At, to: At| {
+            let time = |at| notes.iter().map(move |notes| notes.first(at));
+            let times = time(from).zip(time(to));
+            let times = times.map(|(from, to)| Ok(f64::from(from?.elapsed_ms(to?)?)));
+            Ok::<_, anyhow::Error>(median(times.collect::<Result<_>>()?))
+        };
+        let splits = notes.iter().map(|notes| Split::of(&notes.marks));
+        let split = Split::median(&splits.collect::<Result<Vec<_>>>()?);
+        let training = Training {
+            total: of(At::Begin, At::End)?,
+            pass: of(At::Begin, At::HandedIn)?,
+            waited: split.waited(Class::Gradient),
+        };
+        let asked = notes.pop().map(|notes| notes.asked).unwrap_or_default();
+        Ok((asked, training))
+    }
+
+    fn step(&mut self, comm: &Timed, inputs: &Tensor) -> Result<()> {
+        self.optimizer.backward(&self.network.loss(inputs)?)?;
+        comm.clock.mark(At::HandedIn);
+        let report = self.optimizer.step()?;
+        ensure!(report.outcome == Outcome::Applied, "{report:?}");
+        Ok(())
+    }
+}
