@@ -12,51 +12,48 @@ use crate::timed::{Asked, At, Timed};
 use crate::{COUNTED, WARM, config, replay, say};
 
 /// In a micro-batch of one rank.
-const TOKENS: usize = 4096;
+const TOKENS: usize = 2048;
 
-/// Prints the time of a training step, and of its reductions made so slow that they take as long as the backward pass.
+/// Prints the time of a training step.
 pub(crate) fn measure(comm: &mut Timed, model: &Model, device: &Device) -> Result<()> {
     let inputs = model.inputs(TOKENS, device)?;
     let alone = compute_alone(comm, model, &inputs, device)?;
     let (asked, overlapped) = Trainer::measured(comm, model, &inputs, true, device)?;
-    let (_, in_turn) = Trainer::measured(comm, model, &inputs, false, device)?;
     let reduction = replay::alone(comm, &asked, Class::Gradient, device)?;
     say(
         comm,
         format_args!(
-            "{TOKENS} tokens a rank: {alone:.2} ms forward and backward alone, {:.2} with the step, {:.2} without \
-             overlap; reductions take {reduction:.2} alone, of which {:.2} are waited for",
-            overlapped.total, in_turn.total, overlapped.waited
+            "{TOKENS} tokens a rank: {alone:.2} ms forward and backward alone, {:.2} with the step; reductions \
+             take {reduction:.2} alone, of which {:.2} are waited for",
+            overlapped.total, overlapped.waited
         ),
     );
-    if comm.world().get() > 1 {
-        slow(comm, model, &inputs, reduction, overlapped.pass, device)?;
-    }
     Ok(())
 }
 
-/// The backward pass beside reductions that are repeated until they take as long alone.
-fn slow(
-    comm: &mut Timed,
-    model: &Model,
-    inputs: &Tensor,
-    reduction: f64,
-    pass: f64,
-    device: &Device,
-) -> Result<()> {
+/// Prints how long passes take beside reductions that are repeated until they take as long alone: as the longer of both,
+/// not as their sum.
+pub(crate) fn slow(comm: &mut Timed, model: &Model, device: &Device) -> Result<()> {
+    if comm.world().get() == 1 {
+        return Ok(());
+    }
+    let inputs = model.inputs(TOKENS, device)?;
+    let (asked, before) = Trainer::measured(comm, model, &inputs, true, device)?;
+    let reduction = replay::alone(comm, &asked, Class::Gradient, device)?;
     // All ranks must repeat as often.
-    let times = comm.mean(pass / reduction)?.round() as usize;
+    let times = comm.mean(before.pass / reduction)?.round() as usize;
     comm.repeat(times);
-    let (asked, overlapped) = Trainer::measured(comm, model, inputs, true, device)?;
-    let (_, in_turn) = Trainer::measured(comm, model, inputs, false, device)?;
+    let (asked, overlapped) = Trainer::measured(comm, model, &inputs, true, device)?;
+    let (_, in_turn) = Trainer::measured(comm, model, &inputs, false, device)?;
     let reduction = replay::alone(comm, &asked, Class::Gradient, device)?;
     comm.repeat(0);
     say(
         comm,
         format_args!(
-            "each reduction {} times: {pass:.2} ms of passes and {reduction:.2} of reductions take {:.2} together, {:.2} \
+            "each reduction {} times: {:.2} ms of passes and {reduction:.2} of reductions take {:.2} together, {:.2} \
              without overlap",
             times + 1,
+            before.pass,
             overlapped.pass,
             in_turn.pass
         ),
