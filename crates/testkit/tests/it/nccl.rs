@@ -106,7 +106,8 @@ fn ranks_that_are_configured_differently_do_not_begin() -> Result<()> {
     )
     .run(|member| {
         let comm = member.connect()?;
-        let changes: [(&str, fn(&mut Config)); 4] = [
+        type Change = fn(&mut Config);
+        let changes: [(&str, Change); 4] = [
             ("muon.lr", |config| config.muon.lr = 0.07),
             ("stage", |config| config.stage = Stage::One),
             ("bucket_size", |config| config.bucket_size = count(50)),
