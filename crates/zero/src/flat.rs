@@ -1,6 +1,7 @@
 //! Reads and writes of runs of one-dimensional tensors, in place through views.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp2, Layout, Result, Tensor};
 use polarshard_muon::accumulate;
 use polarshard_partition::Span;
 
@@ -22,7 +23,8 @@ pub(crate) fn write(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
     if values.elem_count() == 0 {
         return Ok(());
     }
-    flat.slice_set(&values.to_dtype(flat.dtype())?, 0, at)
+    let target = view(flat, Span::of_len(at, values.elem_count()))?;
+    target.inplace_op2(&values.to_dtype(flat.dtype())?, &Copy)
 }
 
 /// Adds `values`, multiplied with a factor, to fp32 sums at an offset.
@@ -59,4 +61,34 @@ pub(crate) fn one_dimensional(values: &Tensor) -> Result<Tensor> {
 /// The address of a tensor's storage: views and clones share it.
 pub(crate) fn address(tensor: &Tensor) -> usize {
     std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
+}
+
+/// Copies elements as a device's memory copies them: candle's `slice_set` moves one element at a time, three times slower
+/// where they have two bytes.
+struct Copy;
+
+impl InplaceOp2 for Copy {
+    fn name(&self) -> &'static str {
+        "copy"
+    }
+
+    fn cpu_fwd(
+        &self,
+        target: &mut CpuStorage,
+        target_layout: &Layout,
+        values: &CpuStorage,
+        layout: &Layout,
+    ) -> Result<()> {
+        values.copy_strided_src(target, target_layout.start_offset(), layout)
+    }
+
+    fn cuda_fwd(
+        &self,
+        target: &mut CudaStorage,
+        target_layout: &Layout,
+        values: &CudaStorage,
+        layout: &Layout,
+    ) -> Result<()> {
+        values.copy_strided_src(target, target_layout.start_offset(), layout)
+    }
 }
