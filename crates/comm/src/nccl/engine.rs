@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaEvent, CudaStream};
 
-use super::memory::{self, Staged};
+use super::memory::{self, Stage, Staged};
 use super::raw::Raw;
 use crate::loopback::panic_message;
 use crate::tether::Link;
@@ -63,8 +63,8 @@ pub(super) struct Engine {
     deadline: Duration,
     /// What the communicator works on.
     stream: Arc<CudaStream>,
-    /// What brings buffers of the host to the device and back.
-    side: Arc<CudaStream>,
+    /// For buffers of the host.
+    stage: Stage,
     flight: Flight,
 }
 
@@ -108,7 +108,7 @@ impl Engine {
             link,
             deadline,
             stream,
-            side,
+            stage: Stage::new(side),
             flight: Flight::default(),
         }
     }
@@ -208,9 +208,9 @@ impl Engine {
             return Ok(());
         }
         let memory = if buffer.device().is_cpu() {
-            let staged = Staged::new(buffer, &self.side).map_err(text)?;
+            let staged = self.stage.up(buffer).map_err(text)?;
             let staged = leaving.staged.insert(staged);
-            self.stream.join(&self.side).map_err(text)?;
+            self.stream.join(self.stage.stream()).map_err(text)?;
             staged.memory().map_err(text)?
         } else {
             memory::of_tensor(buffer).map_err(text)?
@@ -263,10 +263,10 @@ impl Engine {
     }
 
     /// Ends a request that is done on the device.
-    fn land(&self, done: Flying) {
+    fn land(&mut self, mut done: Flying) {
         let buffer = done.request.buffer();
-        let staged = done.staged.as_ref();
-        let landed = staged.map_or(Ok(()), |staged| staged.write_back(buffer));
+        let staged = done.staged.take();
+        let landed = staged.map_or(Ok(()), |staged| self.stage.down(staged, buffer));
         let result = landed.map_err(|e| Error::Tensor {
             started: Box::new(done.started.clone()),
             source: Arc::new(e),
