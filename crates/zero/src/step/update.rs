@@ -16,7 +16,7 @@ use crate::flat;
 use crate::gradients::Reduced;
 
 /// What a gradient slice is multiplied with, one after the other.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Factors {
     /// To the mean over ranks, micro-batches and loss scale.
     pub(crate) mean: f64,
@@ -70,15 +70,17 @@ impl Shard {
     ) -> Result<Fragments> {
         let wholes = self.whole_gradients(channel, reduced)?;
         let mut updates = Fragments::new(self.device());
-        for (slice, state) in self.owned.iter().zip(&self.state) {
-            let SliceState::Momentum(momentum) = state else {
-                continue;
-            };
-            if !skipped(verdict, slice) {
-                let gradient = reduced.slice(slice)?;
-                let gradient = mean(&gradient, factors(slice.param))?;
-                let update = momentum_update(momentum, &gradient, muon.momentum, muon.nesterov)?;
-                updates.put(slice.param, slice.span.start, update);
+        let (stretches, momentum) = &self.muon;
+        let treatment = |slice: &OwnedSlice| {
+            let sum = reduced.place(slice);
+            (!skipped(verdict, slice)).then(|| (factors(slice.param), sum))
+        };
+        for ((factors, _), run) in stretches.iter().flat_map(|all| all.runs(treatment)) {
+            let gradient = mean(&reduced.run(&run)?, factors)?;
+            let momentum = flat::view(momentum, run.in_state)?;
+            let update = momentum_update(&momentum, &gradient, muon.momentum, muon.nesterov)?;
+            for (slice, part) in run.slices.iter().zip(run.parts(&update)?) {
+                updates.put(slice.param, slice.span.start, part);
             }
         }
         for (param, momentum) in &self.full_momentum {
@@ -105,12 +107,8 @@ impl Shard {
 
     /// Under `CopyToOwners` with a route that left slices only, the owners of a split parameter swap them here.
     fn whole_gradients(&self, channel: &mut Channel, reduced: &Reduced) -> Result<Fragments> {
-        let mut wholes = Fragments::new(self.device());
-        if self
-            .plan()
-            .exchange_kinds()
-            .contains(&ExchangeKind::Gradients)
-        {
+        let mut wholes = Fragments::new(DType::F32, self.device());
+        if self.exchanges.contains_key(&ExchangeKind::Gradients) {
             for slice in self
                 .owned
                 .iter()
