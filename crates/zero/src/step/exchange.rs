@@ -1,6 +1,5 @@
 //! Swaps of slices between ranks: one parcel for each pair of ranks that have something for one another.
 
-use candle_core::{DType, Device};
 use polarshard_comm::{Op, Request};
 use polarshard_partition::{Class, RankExchange, Span};
 
@@ -9,15 +8,13 @@ use crate::channel::Channel;
 use crate::error::Result;
 use crate::flat;
 
-/// Sends this rank's parcels from `fragments` and puts what comes into them.
+/// Sends this rank's parcels from `fragments`, in their dtype, and puts what comes into them.
 pub(crate) fn exchange(
     channel: &mut Channel,
     plan: &RankExchange,
-    dtype: DType,
-    device: &Device,
     fragments: &mut Fragments,
 ) -> Result<()> {
-    let buffer = flat::zeros(plan.len, dtype, device)?;
+    let buffer = flat::zeros(plan.len, fragments.dtype(), fragments.device())?;
     for piece in plan.sends.iter().flat_map(|parcel| &parcel.pieces) {
         flat::write(&buffer, piece.at, &fragments.read(piece.param, piece.span)?)?;
     }
@@ -35,8 +32,7 @@ pub(crate) fn exchange(
         .wait()?;
     for piece in plan.receives.iter().flat_map(|parcel| &parcel.pieces) {
         let span = Span::of_len(piece.at, piece.span.len());
-        let values = flat::view(&buffer, span)?.to_dtype(DType::F32)?;
-        fragments.put(piece.param, piece.span.start, values);
+        fragments.put(piece.param, piece.span.start, flat::view(&buffer, span)?);
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use polarshard_partition::{ParamId, Plan, Rank};
+use polarshard_partition::{ExchangeKind, ParamId, Plan, Rank, RankExchange};
 
 use super::owned::{OwnedSlice, owned};
 use super::stretches::Stretch;
@@ -29,6 +29,8 @@ pub(crate) struct Shard {
     pub(super) adamw: (Vec<Stretch>, [Tensor; 2]),
     /// Parameters whose momentum this rank keeps whole (`CopyToOwners`).
     pub(crate) full_momentum: BTreeMap<ParamId, Tensor>,
+    /// What this rank sends and receives.
+    pub(super) exchanges: BTreeMap<ExchangeKind, RankExchange>,
     /// By parameter: how often its AdamW moments were updated.
     pub(crate) adamw_steps: Vec<u64>,
 }
@@ -77,6 +79,9 @@ impl Shard {
         let (adamw, zeros) = stretches(&|slice| slice.matrix.is_none());
         let adamw = (adamw, [zeros()?, zeros()?]);
         let state = states(&owned, &muon, &adamw)?;
+        let kinds = plan.exchange_kinds().iter();
+        let exchanges = kinds.map(|kind| (*kind, plan.exchange(*kind, rank)));
+        let exchanges = exchanges.collect();
         let adamw_steps = vec![0; weights.len()];
         let (plan, device) = (Arc::clone(plan), device.clone());
         Ok(Self {
@@ -88,6 +93,7 @@ impl Shard {
             muon,
             adamw,
             full_momentum,
+            exchanges,
             adamw_steps,
         })
     }

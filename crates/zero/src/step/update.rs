@@ -2,13 +2,13 @@
 
 use candle_core::{DType, Tensor};
 use polarshard_muon::{AdamWConfig, MuonConfig, adamw_update, apply_update, momentum_update};
-use polarshard_partition::{ExchangeKind, ParamId, Policy};
+use polarshard_partition::{ExchangeKind, ParamId};
 
 use super::decision::Verdict;
 use super::exchange::exchange;
 use super::fragments::Fragments;
 use super::owned::OwnedSlice;
-use super::shard::{Shard, SliceState};
+use super::shard::Shard;
 use crate::channel::Channel;
 use crate::config::is_usable;
 use crate::error::Result;
@@ -69,7 +69,7 @@ impl Shard {
         muon: &MuonConfig,
     ) -> Result<Fragments> {
         let wholes = self.whole_gradients(channel, reduced)?;
-        let mut updates = Fragments::new(self.device());
+        let mut updates = Fragments::new(DType::F32, self.device());
         let (stretches, momentum) = &self.muon;
         let treatment = |slice: &OwnedSlice| {
             let sum = reduced.place(slice);
@@ -117,7 +117,7 @@ impl Shard {
                 let gradient = reduced.slice(slice)?;
                 wholes.put(slice.param, slice.span.start, gradient);
             }
-            self.swap(channel, ExchangeKind::Gradients, DType::F32, &mut wholes)?;
+            self.swap(channel, ExchangeKind::Gradients, &mut wholes)?;
         }
         Ok(wholes)
     }
@@ -131,13 +131,7 @@ impl Shard {
         muon: &MuonConfig,
     ) -> Result<(Fragments, usize)> {
         let params = self.plan().params();
-        if self
-            .plan()
-            .exchange_kinds()
-            .contains(&ExchangeKind::Updates)
-        {
-            self.swap(channel, ExchangeKind::Updates, DType::F32, updates)?;
-        }
+        self.swap(channel, ExchangeKind::Updates, updates)?;
         let jobs: Vec<_> = (self.plan().jobs(channel.rank()).iter())
             .map(|id| (*id, params.matrix(*id)))
             .filter(|(id, (param, _))| !verdict.zero[id.index()] && !verdict.absent[param.index()])
@@ -151,29 +145,27 @@ impl Shard {
                     .reshape((matrix.rows, matrix.cols))?)
             })
             .collect::<Result<Vec<_>>>()?;
-        let mut results = Fragments::new(self.device());
-        for ((param, matrix), result) in jobs
-            .iter()
-            .zip(muon.newton_schulz.orthogonalize_all(&matrices)?)
-        {
+        let iteration = &muon.newton_schulz;
+        let orthogonal = iteration.orthogonalize_all_as_iterated(&matrices)?;
+        let mut results = Fragments::new(iteration.iterate.on(self.device()), self.device());
+        for ((param, matrix), result) in jobs.iter().zip(orthogonal) {
             results.put(*param, matrix.span.start, result.flatten_all()?);
         }
-        if self.plan().policy() == Policy::AssignOwner {
-            let dtype = muon.newton_schulz.iterate.on(self.device());
-            self.swap(channel, ExchangeKind::Results, dtype, &mut results)?;
-        }
+        self.swap(channel, ExchangeKind::Results, &mut results)?;
         Ok((results, jobs.len()))
     }
 
+    /// Does an exchange, if it is one of the plan's.
     fn swap(
         &self,
         channel: &mut Channel,
         kind: ExchangeKind,
-        dtype: DType,
         fragments: &mut Fragments,
     ) -> Result<()> {
-        let plan = self.plan().exchange(kind, channel.rank());
-        exchange(channel, &plan, dtype, self.device(), fragments)
+        match self.exchanges.get(&kind) {
+            Some(plan) => exchange(channel, plan, fragments),
+            None => Ok(()),
+        }
     }
 
     fn adamw(
@@ -186,24 +178,19 @@ impl Shard {
         for (param, absent) in verdict.absent.iter().enumerate() {
             self.adamw_steps[param] += u64::from(!absent);
         }
-        for (slice, state) in self.owned.iter().zip(&self.state) {
-            let SliceState::Moments { first, second } = state else {
-                continue;
-            };
-            if skipped(verdict, slice) {
-                continue;
-            }
-            let gradient = reduced.slice(slice)?;
-            let gradient = mean(&gradient, factors(slice.param))?;
-            let weights = flat::view(&self.masters[slice.block.index()], slice.in_shard())?;
-            adamw_update(
-                &weights,
-                first,
-                second,
-                &gradient,
-                self.adamw_steps[slice.param.index()],
-                config,
-            )?;
+        let (stretches, [first, second]) = &self.adamw;
+        let treatment = |slice: &OwnedSlice| {
+            let (sum, step) = (reduced.place(slice), self.adamw_steps[slice.param.index()]);
+            (!skipped(verdict, slice)).then(|| (factors(slice.param), step, sum))
+        };
+        for ((factors, step, _), run) in stretches.iter().flat_map(|all| all.runs(treatment)) {
+            let gradient = mean(&reduced.run(&run)?, factors)?;
+            let weights = flat::view(&self.masters[run.block.index()], run.in_shard)?;
+            let (first, second) = (
+                flat::view(first, run.in_state)?,
+                flat::view(second, run.in_state)?,
+            );
+            adamw_update(&weights, &first, &second, &gradient, step, config)?;
         }
         Ok(())
     }
