@@ -75,7 +75,7 @@ impl Model {
     /// The model on variables of its own.
     pub(crate) fn on_variables(&self, device: &Device) -> Result<Network> {
         let map = VarMap::new();
-        let network = self.build(VarBuilder::from_varmap(&map, DType::BF16, device))?;
+        let network = self.build(&VarBuilder::from_varmap(&map, DType::BF16, device))?;
         for (name, shape) in self.parameters() {
             let variables = map.data().lock().expect("nobody has panicked");
             variables[&name].set(&drawn(0.02, &shape, device)?)?;
@@ -85,7 +85,7 @@ impl Model {
 
     /// The model on the weights of a store.
     pub(crate) fn on_store(&self, store: &ParamStore, device: &Device) -> Result<Network> {
-        let network = self.build(store.var_builder(DType::BF16, device))?;
+        let network = self.build(&store.var_builder(DType::BF16, device))?;
         for (name, shape) in self.parameters() {
             store.set(&name, &drawn(0.02, &shape, device)?)?;
         }
@@ -93,7 +93,7 @@ impl Model {
     }
 
     /// With constant weights, which cost no time to draw.
-    fn build(&self, vb: VarBuilder<'_>) -> Result<Network> {
+    fn build(&self, vb: &VarBuilder<'_>) -> Result<Network> {
         let parameters = self.parameters().into_iter();
         let weights = parameters
             .map(|(name, shape)| vb.get_with_hints(shape, &name, Init::Const(1.0)))

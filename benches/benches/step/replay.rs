@@ -66,5 +66,5 @@ pub(crate) fn link_speed(comm: &mut Timed, device: &Device) -> Result<f64> {
     };
     let milliseconds = alone(comm, &[asked], Class::Gradient, device)?;
     let sent = 2 * len * (world - 1) / world;
-    Ok(comm.mean(sent as f64 / (milliseconds * 1e-3))?)
+    comm.mean(sent as f64 / (milliseconds * 1e-3))
 }
