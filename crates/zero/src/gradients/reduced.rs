@@ -55,18 +55,14 @@ impl Reduced {
         let begun = std::mem::replace(&mut self.begun[bucket], true);
         for Kept { from, into } in &self.kept[bucket] {
             let (target, at) = match into {
-                Place::Shard { block, at } => (self.shards.get_mut(block), *at),
-                Place::Whole { param, at } => (self.wholes.get_mut(param), *at),
+                Place::Shard { block, at } => (&self.shards[block], *at),
+                Place::Whole { param, at } => (&self.wholes[param], *at),
             };
-            let target = target.expect("there is one for each place");
             let values = flat::view(buffer, *from)?;
-            if begun {
-                flat::add(target, at, &values, 1.0)?;
-            } else if values.dtype() != DType::F32 && from.len() == target.elem_count() {
-                // The cast is a tensor of its own already: it takes the other's place, and its memory the next time.
-                *target = values.to_dtype(DType::F32)?;
+            if !begun {
+                flat::write_f32(target, at, &values)?;
             } else {
-                flat::write(target, at, &values)?;
+                flat::add(target, at, &values, 1.0)?;
             }
         }
         Ok(())
