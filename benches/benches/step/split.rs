@@ -17,7 +17,7 @@ pub(crate) enum Phase {
     /// Momentum, and parcels packed.
     Momentum,
     Exchange,
-    /// Parcels unpacked, Newton-Schulz, and its results packed.
+    /// Newton-Schulz, and its results packed.
     NewtonSchulz,
     /// Weights of both groups.
     Update,
@@ -102,9 +102,9 @@ fn after(at: At, before: Phase) -> Phase {
     match at {
         At::HandedIn => Phase::Survey,
         At::Waited(Class::Control) => Phase::Momentum,
-        // The first exchange is that of updates, the second that of results.
-        At::Waited(Class::Exchange) if before == Phase::Momentum => Phase::NewtonSchulz,
-        At::Waited(Class::Exchange) => Phase::Update,
+        // The first exchange is that of updates, the second that of results; both have work beside them.
+        At::Start(Class::Exchange) if before == Phase::Momentum => Phase::NewtonSchulz,
+        At::Start(Class::Exchange) => Phase::Update,
         At::Start(Class::Weight) => Phase::Copies,
         _ => before,
     }

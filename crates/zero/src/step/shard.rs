@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use polarshard_partition::{ExchangeKind, ParamId, Plan, Rank, RankExchange};
+use polarshard_partition::{ExchangeKind, ParamId, Plan, Rank};
 
+use super::exchange::Exchange;
 use super::owned::{OwnedSlice, owned};
 use super::stretches::Stretch;
 use crate::error::Result;
@@ -29,8 +30,8 @@ pub(crate) struct Shard {
     pub(super) adamw: (Vec<Stretch>, [Tensor; 2]),
     /// Parameters whose momentum this rank keeps whole (`CopyToOwners`).
     pub(crate) full_momentum: BTreeMap<ParamId, Tensor>,
-    /// What this rank sends and receives.
-    pub(super) exchanges: BTreeMap<ExchangeKind, RankExchange>,
+    /// Those of the plan's route and policy.
+    pub(super) exchanges: BTreeMap<ExchangeKind, Exchange>,
     /// By parameter: how often its AdamW moments were updated.
     pub(crate) adamw_steps: Vec<u64>,
 }
@@ -80,7 +81,7 @@ impl Shard {
         let adamw = (adamw, [zeros()?, zeros()?]);
         let state = states(&owned, &muon, &adamw)?;
         let kinds = plan.exchange_kinds().iter();
-        let exchanges = kinds.map(|kind| (*kind, plan.exchange(*kind, rank)));
+        let exchanges = kinds.map(|kind| (*kind, Exchange::new(plan, *kind, rank)));
         let exchanges = exchanges.collect();
         let adamw_steps = vec![0; weights.len()];
         let (plan, device) = (Arc::clone(plan), device.clone());

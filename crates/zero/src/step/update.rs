@@ -1,11 +1,11 @@
 //! The update of a rank's shard: momentum, whole matrices, their orthogonalization, and the weights.
 
 use candle_core::{DType, Tensor};
+use polarshard_comm::Pending;
 use polarshard_muon::{AdamWConfig, MuonConfig, adamw_update, apply_update, momentum_update};
-use polarshard_partition::{ExchangeKind, ParamId};
+use polarshard_partition::{ExchangeKind, Matrix, MatrixId, ParamId, Rank};
 
 use super::decision::Verdict;
-use super::exchange::exchange;
 use super::fragments::Fragments;
 use super::owned::OwnedSlice;
 use super::shard::Shard;
@@ -42,20 +42,32 @@ impl Shard {
         muon: &MuonConfig,
         adamw: &AdamWConfig,
     ) -> Result<usize> {
+        let rank = channel.rank();
         let mut updates = self.momentum(channel, reduced, &factors, verdict, muon)?;
-        let (results, orthogonalized) = self.orthogonalize(channel, &mut updates, verdict, muon)?;
-        for slice in &self.owned {
-            let Some(matrix) = slice.matrix else { continue };
-            if skipped(verdict, slice) {
-                continue;
-            }
-            let (_, matrix) = self.plan().params().matrix(matrix);
-            let weights = flat::view(&self.masters[slice.block.index()], slice.in_shard())?;
-            let result = results.read(slice.param, slice.span)?;
-            let scale = muon.scale.factor(matrix.rows, matrix.cols);
-            apply_update(&weights, &result, scale, muon.lr, muon.weight_decay)?;
-        }
+        let dtype = muon.newton_schulz.iterate.on(self.device());
+        let mut results = Fragments::new(dtype, self.device());
+        // What is here is worked on while the rest is on its way.
+        let coming = self.send(ExchangeKind::Updates, channel, &updates)?;
+        let here = self.jobs(rank, verdict, |id| {
+            !self.is_brought(ExchangeKind::Updates, id)
+        });
+        self.orthogonalize(&here, &updates, &mut results, muon)?;
+        self.receive(ExchangeKind::Updates, coming, &mut updates)?;
+        let late = self.jobs(rank, verdict, |id| {
+            self.is_brought(ExchangeKind::Updates, id)
+        });
+        self.orthogonalize(&late, &updates, &mut results, muon)?;
+
+        let orthogonalized = here.len() + late.len();
+        let coming = self.send(ExchangeKind::Results, channel, &results)?;
         self.adamw(reduced, &factors, verdict, adamw)?;
+        self.apply(&results, verdict, muon, |id| {
+            !self.is_brought(ExchangeKind::Results, id)
+        })?;
+        self.receive(ExchangeKind::Results, coming, &mut results)?;
+        self.apply(&results, verdict, muon, |id| {
+            self.is_brought(ExchangeKind::Results, id)
+        })?;
         Ok(orthogonalized)
     }
 
@@ -117,55 +129,102 @@ impl Shard {
                 let gradient = reduced.slice(slice)?;
                 wholes.put(slice.param, slice.span.start, gradient);
             }
-            self.swap(channel, ExchangeKind::Gradients, &mut wholes)?;
+            let coming = self.send(ExchangeKind::Gradients, channel, &wholes)?;
+            self.receive(ExchangeKind::Gradients, coming, &mut wholes)?;
         }
         Ok(wholes)
     }
 
-    /// Gathers the matrices that this rank computes, orthogonalizes them, and brings results to their owners.
+    /// Those of the matrices that this rank computes whose gradient is there and not zero.
+    fn jobs(
+        &self,
+        rank: Rank,
+        verdict: &Verdict,
+        which: impl Fn(MatrixId) -> bool,
+    ) -> Vec<(ParamId, Matrix)> {
+        let params = self.plan().params();
+        let jobs = self.plan().jobs(rank).iter().filter(|id| which(**id));
+        jobs.filter(|id| !verdict.zero[id.index()])
+            .map(|id| params.matrix(*id))
+            .filter(|(param, _)| !verdict.absent[param.index()])
+            .map(|(param, matrix)| (param, matrix.clone()))
+            .collect()
+    }
+
     fn orthogonalize(
         &self,
-        channel: &mut Channel,
-        updates: &mut Fragments,
-        verdict: &Verdict,
+        jobs: &[(ParamId, Matrix)],
+        updates: &Fragments,
+        results: &mut Fragments,
         muon: &MuonConfig,
-    ) -> Result<(Fragments, usize)> {
-        let params = self.plan().params();
-        self.swap(channel, ExchangeKind::Updates, updates)?;
-        let jobs: Vec<_> = (self.plan().jobs(channel.rank()).iter())
-            .map(|id| (*id, params.matrix(*id)))
-            .filter(|(id, (param, _))| !verdict.zero[id.index()] && !verdict.absent[param.index()])
-            .map(|(_, job)| job)
-            .collect();
-        let matrices = jobs
-            .iter()
-            .map(|(param, matrix)| {
-                Ok(updates
-                    .read(*param, matrix.span)?
-                    .reshape((matrix.rows, matrix.cols))?)
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let iteration = &muon.newton_schulz;
-        let orthogonal = iteration.orthogonalize_all_as_iterated(&matrices)?;
-        let mut results = Fragments::new(iteration.iterate.on(self.device()), self.device());
+    ) -> Result<()> {
+        let matrix = |(param, matrix): &(ParamId, Matrix)| {
+            let update = updates.read(*param, matrix.span)?;
+            Ok(update.reshape((matrix.rows, matrix.cols))?)
+        };
+        let matrices = jobs.iter().map(matrix).collect::<Result<Vec<_>>>()?;
+        let orthogonal = muon
+            .newton_schulz
+            .orthogonalize_all_as_iterated(&matrices)?;
         for ((param, matrix), result) in jobs.iter().zip(orthogonal) {
             results.put(*param, matrix.span.start, result.flatten_all()?);
         }
-        self.swap(channel, ExchangeKind::Results, &mut results)?;
-        Ok((results, jobs.len()))
+        Ok(())
     }
 
-    /// Does an exchange, if it is one of the plan's.
-    fn swap(
+    /// Updates the masters of those matrices whose results are there.
+    fn apply(
         &self,
-        channel: &mut Channel,
+        results: &Fragments,
+        verdict: &Verdict,
+        muon: &MuonConfig,
+        which: impl Fn(MatrixId) -> bool,
+    ) -> Result<()> {
+        for slice in &self.owned {
+            let Some(matrix) = slice.matrix.filter(|matrix| which(*matrix)) else {
+                continue;
+            };
+            if skipped(verdict, slice) {
+                continue;
+            }
+            let (_, matrix) = self.plan().params().matrix(matrix);
+            let weights = flat::view(&self.masters[slice.block.index()], slice.in_shard())?;
+            let result = results.read(slice.param, slice.span)?;
+            let scale = muon.scale.factor(matrix.rows, matrix.cols);
+            apply_update(&weights, &result, scale, muon.lr, muon.weight_decay)?;
+        }
+        Ok(())
+    }
+
+    /// Starts an exchange, if it is one of the plan's.
+    fn send(
+        &self,
         kind: ExchangeKind,
+        channel: &mut Channel,
+        fragments: &Fragments,
+    ) -> Result<Option<Pending>> {
+        let exchange = self.exchanges.get(&kind);
+        exchange
+            .map(|exchange| exchange.send(channel, fragments))
+            .transpose()
+    }
+
+    /// Ends it.
+    fn receive(
+        &self,
+        kind: ExchangeKind,
+        coming: Option<Pending>,
         fragments: &mut Fragments,
     ) -> Result<()> {
-        match self.exchanges.get(&kind) {
-            Some(plan) => exchange(channel, plan, fragments),
-            None => Ok(()),
+        match (self.exchanges.get(&kind), coming) {
+            (Some(exchange), Some(coming)) => exchange.receive(coming, fragments),
+            _ => Ok(()),
         }
+    }
+
+    fn is_brought(&self, kind: ExchangeKind, matrix: MatrixId) -> bool {
+        let exchange = self.exchanges.get(&kind);
+        exchange.is_some_and(|exchange| exchange.brings(matrix))
     }
 
     fn adamw(
