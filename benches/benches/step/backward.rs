@@ -31,31 +31,33 @@ pub(crate) fn measure(comm: &mut Timed, model: &Model, device: &Device) -> Resul
     Ok(())
 }
 
-/// Prints how long passes take beside reductions that are repeated until they take as long alone: as the longer of both,
+/// Prints how long passes take beside reductions that are delayed until they take as long alone: as the longer of both,
 /// not as their sum.
 pub(crate) fn slow(comm: &mut Timed, model: &Model, device: &Device) -> Result<()> {
+    const SAMPLE: usize = 50;
     if comm.world().get() == 1 {
         return Ok(());
     }
     let inputs = model.inputs(TOKENS, device)?;
     let (asked, before) = Trainer::measured(comm, model, &inputs, true, device)?;
-    let reduction = replay::alone(comm, &asked, Class::Gradient, device)?;
-    // All ranks must repeat as often.
-    let times = comm.mean(before.pass / reduction)?.round() as usize;
-    comm.repeat(times);
-    let (asked, overlapped) = Trainer::measured(comm, model, &inputs, true, device)?;
+    let alone = |comm: &mut Timed, delay| {
+        comm.delay(delay);
+        replay::alone(comm, &asked, Class::Gradient, device)
+    };
+    let bare = alone(comm, 0)?;
+    let one = (alone(comm, SAMPLE)? - bare) / SAMPLE as f64;
+    // All ranks must delay alike.
+    let delay = comm.mean((before.pass - bare) / one)?.round() as usize;
+    let reductions = alone(comm, delay)?;
+    let (_, overlapped) = Trainer::measured(comm, model, &inputs, true, device)?;
     let (_, in_turn) = Trainer::measured(comm, model, &inputs, false, device)?;
-    let reduction = replay::alone(comm, &asked, Class::Gradient, device)?;
-    comm.repeat(0);
+    comm.delay(0);
     say(
         comm,
         format_args!(
-            "each reduction {} times: {:.2} ms of passes and {reduction:.2} of reductions take {:.2} together, {:.2} \
-             without overlap",
-            times + 1,
-            before.pass,
-            overlapped.pass,
-            in_turn.pass
+            "reductions delayed by {delay} small ones each: {:.2} ms of passes and {reductions:.2} of reductions take \
+             {:.2} together, {:.2} without overlap",
+            before.pass, overlapped.pass, in_turn.pass
         ),
     );
     Ok(())

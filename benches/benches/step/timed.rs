@@ -10,6 +10,9 @@ use candle_core::{DType, Device, Tensor};
 use polarshard_comm::{Communicator, Completion, Error, Nccl, Op, Pause, Pending, Request};
 use polarshard_partition::{Class, Rank, WorldSize};
 
+/// Elements of a reduction whose time is latency.
+const SMALL: usize = 1 << 14;
+
 /// Where in a step a mark is set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum At {
@@ -116,8 +119,7 @@ impl Clock {
 pub(crate) struct Timed {
     comm: Arc<Mutex<Nccl>>,
     pub(crate) clock: Clock,
-    /// How often a reduction is done on other data before it is done.
-    repeats: usize,
+    delay: usize,
     scratch: Option<Tensor>,
     /// What is done when a control sum is there.
     after_decision: Arc<Mutex<Option<Stall>>>,
@@ -146,7 +148,7 @@ impl Timed {
         Ok(Self {
             comm: Arc::new(Mutex::new(comm)),
             clock: Clock::new(device)?,
-            repeats: 0,
+            delay: 0,
             scratch: None,
             after_decision: Arc::default(),
         })
@@ -172,9 +174,10 @@ impl Timed {
         Ok(Box::new(comm).shutdown()?)
     }
 
-    /// Makes reductions slow: those of this clone, and of clones made of it later.
-    pub(crate) fn repeat(&mut self, times: usize) {
-        self.repeats = times;
+    /// Makes reductions slow, those of this clone and of clones made of it later: before each, a small one of no use is
+    /// done so many times. It occupies the link but little of the device.
+    pub(crate) fn delay(&mut self, times: usize) {
+        self.delay = times;
     }
 
     /// What the device is to do at once after the next decision; gives back what was set before.
@@ -183,22 +186,16 @@ impl Timed {
         std::mem::replace(&mut after, stall)
     }
 
-    /// Repeats a reduction on a buffer of no use.
     fn hold_up(&mut self, request: &Request) -> Result<(), Error> {
-        if request.class() != Class::Gradient || self.repeats == 0 {
+        if request.class() != Class::Gradient || self.delay == 0 {
             return Ok(());
         }
-        let buffer = request.buffer();
-        let scratch = self.scratch.take();
-        let scratch = scratch
-            .filter(|x| x.elem_count() >= buffer.elem_count() && x.dtype() == buffer.dtype());
-        let scratch =
-            scratch.unwrap_or_else(|| buffer.zeros_like().expect("memory for one bucket"));
-        let part = scratch
-            .narrow(0, 0, buffer.elem_count())
-            .expect("it is as long");
-        for _ in 0..self.repeats {
-            let again = Request::new(Class::Gradient, part.clone(), request.ops().to_vec());
+        let device = request.buffer().device();
+        let scratch = self.scratch.take().unwrap_or_else(|| {
+            Tensor::zeros(SMALL, DType::F32, device).expect("memory for a small tensor")
+        });
+        for _ in 0..self.delay {
+            let again = Request::all_reduce(Class::Gradient, &scratch);
             drop(self.comm().start(again)?);
         }
         self.scratch = Some(scratch);

@@ -147,7 +147,7 @@ impl Shard {
         jobs.filter(|id| !verdict.zero[id.index()])
             .map(|id| params.matrix(*id))
             .filter(|(param, _)| !verdict.absent[param.index()])
-            .map(|(param, matrix)| (param, matrix.clone()))
+            .map(|(param, matrix)| (param, *matrix))
             .collect()
     }
 
