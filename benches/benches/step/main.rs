@@ -20,7 +20,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Device;
-use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use polarshard_comm::launch::{self, Launch};
 use polarshard_comm::{Communicator, Nccl, nccl};
 use polarshard_partition::{Digest, WorldSize};
@@ -52,7 +51,7 @@ fn all() -> Result<()> {
     let mut given = env::args().skip(1).filter(|arg| !arg.starts_with("--"));
     let worlds = given.next().unwrap_or_else(|| "1,2,4,8".to_owned());
     let asked = given.next();
-    let gpus = usize::try_from(CudaContext::device_count()?)?;
+    let gpus = nccl::device_count()?;
     for world in worlds.split(',') {
         let world = WorldSize::new(world.parse().context("a world is a number")?)?;
         let is_shared = world.get() > gpus;
@@ -84,8 +83,7 @@ fn find(name: &str) -> Result<&'static Model> {
 
 /// What one process does.
 fn rank(launch: &Launch, model: &Model) -> Result<()> {
-    let gpus = usize::try_from(CudaContext::device_count()?)?;
-    let device = nccl::device(launch.local_rank() % gpus)?;
+    let device = nccl::device_of(launch)?;
     let comm = Nccl::connect(launch, &device, Digest(0), DEADLINE)?;
     let mut comm = Timed::new(comm, &device)?;
     hand_in::measure(&mut comm, model, &device)?;

@@ -1,9 +1,12 @@
 //! The backend of many processes: each rank has a process and a GPU, and NCCL moves the data.
 
+mod completion;
 mod device;
 mod engine;
+mod flight;
 mod marks;
 mod memory;
+mod parts;
 mod raw;
 mod sys;
 
@@ -12,27 +15,27 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use candle_core::Device;
-use cudarc::driver::result::stream::get_priority_range;
 use cudarc::driver::{CudaStream, DriverError};
 use polarshard_partition::{Digest, Rank, WorldSize};
 
-use self::engine::{Engine, Job, Progress};
+use self::completion::InFlight;
+use self::engine::Engine;
+use self::flight::{Job, Progress};
 use self::marks::{Mark, Marks};
-use self::raw::{Id, Raw};
-use self::sys::Library;
+use self::parts::Parts;
 use crate::launch::Launch;
-use crate::tether::{Link, Tether};
+use crate::tether::Tether;
 use crate::{
     Called, Communicator, Completion, Departure, Error, Invalid, Pause, Pending, Request,
     SetupError, Started,
 };
 
-pub use device::{device, device_count};
+pub use device::{device, device_count, device_of};
 
 /// How long a communicator that is dropped may take to abort, before it is left to itself.
 const ABORT: Duration = Duration::from_secs(10);
 
-/// How often the set-up is looked after.
+/// How often the engine is looked after while it ends.
 const POLL: Duration = Duration::from_millis(1);
 
 /// One rank of a world of processes.
@@ -53,7 +56,7 @@ const POLL: Duration = Duration::from_millis(1);
 /// use polarshard_partition::{Class, Digest};
 ///
 /// let launch = Launch::from_env()?.ok_or("started without a launcher")?;
-/// let device = nccl::device(launch.local_rank())?;
+/// let device = nccl::device_of(&launch)?;
 /// let deadline = Duration::from_secs(60);
 /// let mut comm = Nccl::connect(&launch, &device, Digest(0), deadline)?;
 /// let mine = Tensor::ones(1 << 20, candle_core::DType::BF16, &device)?;
@@ -113,10 +116,12 @@ impl Nccl {
         let Parts {
             raw,
             compute,
-            streams,
+            marks,
+            stream,
+            staging,
         } = parts;
         let link = Arc::clone(tether.link());
-        let engine = Engine::new(raw, streams, jobs, link, deadline);
+        let engine = Engine::new(raw, stream, staging, jobs, link, deadline);
         let context = Arc::clone(compute.context());
         let rank = tether.rank();
         let engine = thread::Builder::new()
@@ -132,8 +137,8 @@ impl Nccl {
             })?;
         Ok(Self {
             device: device.clone(),
-            marks: Marks::new(compute.context()),
             compute,
+            marks,
             deadline,
             next: 0,
             jobs: Some(sender),
@@ -287,102 +292,5 @@ impl Drop for Nccl {
             // Its panics are caught.
             let _ = engine.join();
         }
-    }
-}
-
-/// The end of a job, seen from the rank's own thread.
-#[derive(Debug)]
-struct InFlight {
-    started: Started,
-    progress: Arc<Progress>,
-    link: Arc<Link>,
-    /// candle's stream, if the buffer is on the device.
-    compute: Option<Arc<CudaStream>>,
-}
-
-impl Completion for InFlight {
-    fn is_done(&self) -> bool {
-        self.progress.ended.get().is_some()
-    }
-
-    /// The engine keeps the deadline: it begins only when the request is at the head of the stream.
-    fn wait(self: Box<Self>) -> Result<(), Error> {
-        let Some(compute) = self.compute.clone() else {
-            return self.finish(Duration::MAX);
-        };
-        let Progress { issued, ended } = &*self.progress;
-        let found = |_: &mut _| {
-            let ended = ended.get().cloned();
-            ended.or_else(|| issued.get().map(|_| Ok(())))
-        };
-        self.link.wait(Duration::MAX, found, |_| Ok(()))?;
-        let joined = issued.get().map_or(Ok(()), |event| compute.wait(event));
-        joined.map_err(|e| {
-            let error = Error::Backend {
-                started: Box::new(self.started.clone()),
-                message: e.to_string(),
-            };
-            self.link.fail(&error);
-            error
-        })
-    }
-
-    fn finish(self: Box<Self>, deadline: Duration) -> Result<(), Error> {
-        let found = |_: &mut _| self.progress.ended.get().cloned().map(Some);
-        let ended = self.link.wait(deadline, found, |_| None);
-        ended.unwrap_or_else(|| Err(self.link.expire(&self.started, deadline)))
-    }
-}
-
-/// What a world of NCCL is made of.
-struct Parts {
-    raw: Raw,
-    /// candle's stream.
-    compute: Arc<CudaStream>,
-    /// The communicator's, and the one that brings buffers of the host to the device and back.
-    streams: [Arc<CudaStream>; 2],
-}
-
-impl Parts {
-    fn make(tether: &Tether, device: &Device, deadline: Duration) -> Result<Self, SetupError> {
-        let begun = Instant::now();
-        let rank = tether.rank();
-        let failed = |e: &dyn std::fmt::Display| SetupError::Backend {
-            rank,
-            message: e.to_string(),
-        };
-        let library = Library::get()?;
-        let compute = device::stream_of(device)?;
-        let context = compute.context();
-        context.bind_to_thread().map_err(|e| failed(&e))?;
-        // Communication goes first where it competes: others wait for it.
-        let (_, greatest) = get_priority_range().map_err(|e| failed(&e))?;
-        let stream = context.new_stream_with_priority(greatest);
-        let stream = stream.map_err(|e| failed(&e))?;
-        let side = context.new_stream().map_err(|e| failed(&e))?;
-
-        let mine = match rank {
-            Rank(0) => Some(Id::new(library).map_err(|e| failed(&e))?.to_bytes()),
-            _ => None,
-        };
-        let id = tether.hand_out(mine, deadline)?;
-        let id = Id::from_bytes(&id).ok_or_else(|| failed(&"rank 0's id is none of NCCL's"))?;
-        let raw = Raw::init(library, id, rank, tether.world()).map_err(|e| failed(&e))?;
-        while !raw.poll().map_err(|e| failed(&e))? {
-            if let Some(error) = tether.link().setup_failure() {
-                return Err(error);
-            }
-            if begun.elapsed() >= deadline {
-                return Err(failed(&format_args!(
-                    "ncclCommInitRankConfig is not done within {deadline:?}"
-                )));
-            }
-            thread::sleep(POLL);
-        }
-        Ok(Self {
-            raw,
-            compute,
-            streams: [stream, side],
-        })
     }
 }

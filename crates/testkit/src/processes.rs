@@ -33,7 +33,7 @@ pub struct World<'a> {
 /// One rank in its process.
 #[derive(Debug)]
 pub struct Member {
-    /// The GPU of its local rank; the first one, if there are fewer GPUs than ranks.
+    /// The GPU of its local rank; ranks share GPUs if there are fewer of them.
     pub device: Device,
     /// Who it is, and where the others are.
     pub launch: Launch,
@@ -112,6 +112,6 @@ impl World<'_> {
 
 fn member() -> Result<Member> {
     let launch = Launch::from_env()?.context("a rank that was not launched")?;
-    let device = nccl::device(launch.local_rank()).or_else(|_| nccl::device(0))?;
+    let device = nccl::device_of(&launch)?;
     Ok(Member { device, launch })
 }

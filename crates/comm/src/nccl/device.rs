@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use candle_core::cuda_backend::WrapErr;
-use candle_core::{Device, Result};
+use candle_core::{Device, Result, bail};
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 
 use crate::SetupError;
+use crate::launch::Launch;
 
 /// The device `ordinal`, made as [`Nccl`](super::Nccl) needs it; make it once a process.
 ///
@@ -39,6 +40,17 @@ pub fn device(ordinal: usize) -> Result<Device> {
         }
     }
     Ok(device)
+}
+
+/// The device of a process: by its place among those of its machine, which share devices if there are fewer of them.
+///
+/// # Errors
+/// candle's; if there is no device at all.
+pub fn device_of(launch: &Launch) -> Result<Device> {
+    match device_count()? {
+        0 => bail!("this process sees no CUDA device"),
+        count => device(launch.local_rank() % count),
+    }
 }
 
 /// How many devices this process sees.

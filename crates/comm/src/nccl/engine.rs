@@ -1,20 +1,19 @@
 //! The thread that owns a communicator: it issues requests, sees when they are done, and ends the
 //! communicator when something is wrong.
 
-use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, OnceLock, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaStream;
 
-use super::marks::Mark;
-use super::memory::{self, Stage, Staged};
+use super::flight::{Flight, Flying, Job, Progress};
+use super::memory::{self, Staging};
 use super::raw::Raw;
 use crate::ranks::panic_message;
 use crate::tether::Link;
-use crate::{Error, Request, Started};
+use crate::{Error, Started};
 
 /// How long to look without a pause, and how long a pause is: a collective takes tens of
 /// microseconds at least.
@@ -27,35 +26,6 @@ const IDLE: Duration = Duration::from_millis(50);
 /// How long to wait for the name of a rank that died, after NCCL has noticed that one did.
 const BLAME: Duration = Duration::from_secs(1);
 
-/// What a rank's thread hands over.
-#[derive(Debug)]
-pub(super) enum Job {
-    /// A request that is right by itself.
-    Request {
-        started: Started,
-        request: Request,
-        /// When the buffer is ready to be read.
-        ready: Mark,
-        /// To be recorded where the request is on the stream.
-        issued: Mark,
-        progress: Arc<Progress>,
-    },
-    /// The end, when all before it is done.
-    Shutdown {
-        started: Started,
-        progress: Arc<Progress>,
-    },
-}
-
-/// How far a job has come.
-#[derive(Debug, Default)]
-pub(super) struct Progress {
-    /// On the device's stream up to here.
-    pub(super) issued: OnceLock<Mark>,
-    /// Over, well or not.
-    pub(super) ended: OnceLock<Result<(), Error>>,
-}
-
 /// The owner of a communicator.
 #[derive(Debug)]
 pub(super) struct Engine {
@@ -67,53 +37,27 @@ pub(super) struct Engine {
     /// What the communicator works on.
     stream: Arc<CudaStream>,
     /// For buffers of the host.
-    stage: Stage,
+    staging: Staging,
     flight: Flight,
-}
-
-/// What is under way, in order.
-#[derive(Debug, Default)]
-struct Flight {
-    /// On the stream.
-    flying: VecDeque<Flying>,
-    /// On its way to the stream: NCCL may have to connect ranks first.
-    leaving: Option<Flying>,
-    /// The shutdown, after which there is nothing.
-    last: Option<(Started, Arc<Progress>)>,
-    /// When the first of them came to its turn: its buffer was ready, and nothing was before it.
-    begun: Option<Duration>,
-}
-
-/// A request under way.
-#[derive(Debug)]
-struct Flying {
-    started: Started,
-    /// Kept alive until nothing works on its buffer.
-    request: Request,
-    staged: Option<Staged>,
-    ready: Mark,
-    /// Until it is recorded.
-    issued: Option<Mark>,
-    progress: Arc<Progress>,
 }
 
 impl Engine {
     /// An engine that does the `jobs` with a communicator that is set up.
     pub(super) fn new(
         raw: Raw,
-        streams: [Arc<CudaStream>; 2],
+        stream: Arc<CudaStream>,
+        staging: Staging,
         jobs: mpsc::Receiver<Job>,
         link: Arc<Link>,
         deadline: Duration,
     ) -> Self {
-        let [stream, side] = streams;
         Self {
             raw: Some(raw),
             jobs,
             link,
             deadline,
             stream,
-            stage: Stage::new(side),
+            staging,
             flight: Flight::default(),
         }
     }
@@ -197,6 +141,8 @@ impl Engine {
                     self.abort();
                 } else if let Err(message) = self.issue() {
                     self.fail(&started, message);
+                    // Before NCCL is asked whether it is on the stream: there is nothing to be on it.
+                    self.abort();
                 }
             }
             Job::Shutdown { started, progress } => self.flight.last = Some((started, progress)),
@@ -215,9 +161,8 @@ impl Engine {
             return Ok(());
         }
         let memory = if buffer.device().is_cpu() {
-            let staged = self.stage.up(buffer).map_err(text)?;
+            let staged = self.staging.up(buffer, &self.stream).map_err(text)?;
             let staged = leaving.staged.insert(staged);
-            self.stream.join(self.stage.stream()).map_err(text)?;
             staged.memory().map_err(text)?
         } else {
             memory::of_tensor(buffer).map_err(text)?
@@ -248,10 +193,8 @@ impl Engine {
             if !is_done.map_err(|e| (first.started.clone(), text(e)))? {
                 break;
             }
-            if let Some(done) = self.flight.flying.pop_front() {
-                self.flight.begun = None;
-                self.land(done);
-            }
+            self.flight.begun = None;
+            self.land();
         }
         let (Some(raw), Some(first)) = (&self.raw, self.flight.first()) else {
             return Ok(());
@@ -271,21 +214,26 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends a request that is done on the device.
-    fn land(&mut self, mut done: Flying) {
-        let buffer = done.request.buffer();
-        let staged = done.staged.take();
-        let landed = staged.map_or(Ok(()), |staged| self.stage.down(staged, buffer));
+    /// Ends the first request, which is done on the device. It is in flight until it can be told: if the copy panics,
+    /// the abort tells.
+    fn land(&mut self) {
+        let Some(first) = self.flight.flying.front_mut() else {
+            return;
+        };
+        let staged = first.staged.take();
+        let landed = staged.map_or(Ok(()), |staged| {
+            self.staging.down(staged, first.request.buffer())
+        });
         let result = landed.map_err(|e| Error::Tensor {
-            started: Box::new(done.started.clone()),
+            started: Box::new(first.started.clone()),
             source: Arc::new(e),
         });
         if let Err(error) = &result {
             self.link.fail(error);
         }
-        let progress = Arc::clone(&done.progress);
+        let progress = Arc::clone(&first.progress);
         // The buffer is let go before its owner hears of it.
-        drop(done);
+        drop(self.flight.flying.pop_front());
         self.tell(&progress, result);
     }
 
@@ -369,19 +317,6 @@ impl Engine {
         // Set once: what is told has left the flight.
         let _ = progress.ended.set(result);
         self.link.wake();
-    }
-}
-
-impl Flight {
-    /// The request whose turn it is.
-    fn first(&self) -> Option<&Flying> {
-        self.flying.front().or(self.leaving.as_ref())
-    }
-
-    /// The call whose turn it is.
-    fn head(&self) -> Option<&Started> {
-        let first = self.first().map(|flying| &flying.started);
-        first.or_else(|| self.last.as_ref().map(|(started, _)| started))
     }
 }
 

@@ -7,14 +7,17 @@ use candle_core::{CpuStorage, Device, Result, Storage, Tensor};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
 use cudarc::nccl::sys::ncclDataType_t;
 
+use super::marks::Mark;
 use super::raw::Memory;
 
 /// Brings buffers that lie on the host to the device and back. It keeps the memory of those that are back for the next, so
-/// that a step allocates nothing.
+/// that a control sum allocates none on the device.
 #[derive(Debug)]
-pub(super) struct Stage {
+pub(super) struct Staging {
     /// With nothing else on it: copies from and to the host may wait for what is.
     stream: Arc<CudaStream>,
+    /// When the last copy was there.
+    there: Mark,
     spare: Vec<CudaStorageSlice>,
 }
 
@@ -22,19 +25,18 @@ pub(super) struct Stage {
 #[derive(Debug)]
 pub(super) struct Staged(CudaStorageSlice);
 
-impl Stage {
-    pub(super) fn new(stream: Arc<CudaStream>) -> Self {
+impl Staging {
+    pub(super) fn new(stream: Arc<CudaStream>, there: Mark) -> Self {
         let spare = Vec::new();
-        Self { stream, spare }
+        Self {
+            stream,
+            there,
+            spare,
+        }
     }
 
-    /// What a copy is there after.
-    pub(super) fn stream(&self) -> &CudaStream {
-        &self.stream
-    }
-
-    /// Copies a flat, contiguous, non-empty buffer of the host.
-    pub(super) fn up(&mut self, buffer: &Tensor) -> Result<Staged> {
+    /// Copies a flat, contiguous, non-empty buffer of the host, for what is put on another stream after that.
+    pub(super) fn up(&mut self, buffer: &Tensor, reader: &CudaStream) -> Result<Staged> {
         let (storage, layout) = buffer.storage_and_layout();
         let range = layout.start_offset()..layout.start_offset() + buffer.elem_count();
         let Storage::Cpu(storage) = &*storage else {
@@ -54,13 +56,16 @@ impl Stage {
                 CudaStorageSlice::$variant(slice)
             }};
         }
-        Ok(Staged(match storage {
+        let staged = Staged(match storage {
             CpuStorage::F16(all) => up!(F16, all),
             CpuStorage::BF16(all) => up!(BF16, all),
             CpuStorage::F32(all) => up!(F32, all),
             CpuStorage::F64(all) => up!(F64, all),
             _ => candle_core::bail!("a buffer of {:?} does not travel", buffer.dtype()),
-        }))
+        });
+        self.there.record(&self.stream).w()?;
+        reader.wait(&self.there).w()?;
+        Ok(staged)
     }
 
     /// Writes a copy back to its buffer, when nothing works on it any more.

@@ -24,8 +24,7 @@ const SHORT: Duration = Duration::from_secs(8);
 
 /// What a process does as one rank.
 pub(crate) fn play(launch: &Launch, role: &str, argument: &str) {
-    let device = nccl::device(launch.local_rank()).or_else(|_| nccl::device(0));
-    let device = device.unwrap();
+    let device = nccl::device_of(launch).unwrap();
     let connect = |deadline| Nccl::connect(launch, &device, Digest(1), deadline);
     let rank = launch.rank();
     match role {

@@ -10,12 +10,9 @@ use polarshard_partition::Digest;
 /// rank's. Where there are fewer GPUs than ranks, the ranks share them.
 #[cfg(feature = "nccl")]
 pub(crate) fn join(launch: &Launch, digest: Digest) -> Result<(Box<dyn Communicator>, Device)> {
-    use anyhow::ensure;
     use polarshard_comm::{Nccl, nccl};
 
-    let count = nccl::device_count()?;
-    ensure!(count > 0, "this machine has no GPU");
-    let device = nccl::device(launch.local_rank() % count)?;
+    let device = nccl::device_of(launch)?;
     let comm = Nccl::connect(launch, &device, digest, crate::DEADLINE)?;
     Ok((Box::new(comm), device))
 }

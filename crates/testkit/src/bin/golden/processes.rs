@@ -57,7 +57,7 @@ fn start(arguments: &Arguments) -> Result<Verdict> {
 }
 
 fn rank(arguments: &Arguments, launch: &Launch) -> Result<Verdict> {
-    let device = nccl::device(launch.local_rank()).or_else(|_| nccl::device(0))?;
+    let device = nccl::device_of(launch)?;
     let comm = Shared::new(Nccl::connect(launch, &device, Digest(0), DEADLINE)?);
     // The ranks have the same weights: the runs prove it.
     let verdict = judge(arguments, launch.rank() == Rank(0), |file, iterate| {

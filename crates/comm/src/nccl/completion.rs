@@ -1,0 +1,54 @@
+//! The end of a job, seen from the rank's own thread.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cudarc::driver::CudaStream;
+
+use super::flight::Progress;
+use crate::tether::Link;
+use crate::{Completion, Error, Started};
+
+/// A job that was handed over.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    pub(super) started: Started,
+    pub(super) progress: Arc<Progress>,
+    pub(super) link: Arc<Link>,
+    /// candle's stream, if the buffer is on the device.
+    pub(super) compute: Option<Arc<CudaStream>>,
+}
+
+impl Completion for InFlight {
+    fn is_done(&self) -> bool {
+        self.progress.ended.get().is_some()
+    }
+
+    /// The engine keeps the deadline: it begins only when the request is at the head of the stream.
+    fn wait(self: Box<Self>) -> Result<(), Error> {
+        let Some(compute) = self.compute.clone() else {
+            return self.finish(Duration::MAX);
+        };
+        let Progress { issued, ended } = &*self.progress;
+        let found = |_: &mut _| {
+            let ended = ended.get().cloned();
+            ended.or_else(|| issued.get().map(|_| Ok(())))
+        };
+        self.link.wait(Duration::MAX, found, |_| Ok(()))?;
+        let joined = issued.get().map_or(Ok(()), |event| compute.wait(event));
+        joined.map_err(|e| {
+            let error = Error::Backend {
+                started: Box::new(self.started.clone()),
+                message: e.to_string(),
+            };
+            self.link.fail(&error);
+            error
+        })
+    }
+
+    fn finish(self: Box<Self>, deadline: Duration) -> Result<(), Error> {
+        let found = |_: &mut _| self.progress.ended.get().cloned().map(Some);
+        let ended = self.link.wait(deadline, found, |_| None);
+        ended.unwrap_or_else(|| Err(self.link.expire(&self.started, deadline)))
+    }
+}
