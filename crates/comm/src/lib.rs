@@ -39,8 +39,8 @@
 //!
 //! # Wrappers and backends
 //!
-//! [`Recording`] notes down every call, [`Faulty`] goes wrong on purpose. Both wrap any communicator,
-//! and others can be written outside: implement [`Communicator`], and [`Completion`] for what happens
+//! [`Recording`] notes down every call, [`Faulty`] goes wrong on purpose, [`Shared`] lets several
+//! optimizers use one world. All wrap any communicator, and others can be written outside: implement [`Communicator`], and [`Completion`] for what happens
 //! at the end of a request. [`conformance`] holds the tests that every backend passes. [`ranks::run`]
 //! runs ranks as threads. [`rendezvous`] is where the ranks of Loopback meet; it knows no tensors.
 
@@ -65,6 +65,7 @@ mod recording;
 pub mod rendezvous;
 mod request;
 mod setup;
+mod shared;
 pub mod sync;
 pub mod tether;
 
@@ -79,3 +80,4 @@ pub use pending::{Completion, Pending};
 pub use recording::{CallLog, Recording};
 pub use request::{Op, Request};
 pub use setup::{Aspect, Introduction, SetupError, Stranger};
+pub use shared::Shared;

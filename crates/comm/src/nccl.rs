@@ -2,6 +2,7 @@
 
 mod device;
 mod engine;
+mod marks;
 mod memory;
 mod raw;
 mod sys;
@@ -11,11 +12,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use candle_core::Device;
-use cudarc::driver::CudaStream;
 use cudarc::driver::result::stream::get_priority_range;
+use cudarc::driver::{CudaStream, DriverError};
 use polarshard_partition::{Digest, Rank, WorldSize};
 
 use self::engine::{Engine, Job, Progress};
+use self::marks::{Mark, Marks};
 use self::raw::{Id, Raw};
 use self::sys::Library;
 use crate::launch::Launch;
@@ -25,7 +27,7 @@ use crate::{
     SetupError, Started,
 };
 
-pub use device::device;
+pub use device::{device, device_count};
 
 /// How long a communicator that is dropped may take to abort, before it is left to itself.
 const ABORT: Duration = Duration::from_secs(10);
@@ -65,6 +67,7 @@ pub struct Nccl {
     device: Device,
     /// candle's.
     compute: Arc<CudaStream>,
+    marks: Arc<Marks>,
     deadline: Duration,
     /// The next call's sequence number.
     next: u64,
@@ -129,6 +132,7 @@ impl Nccl {
             })?;
         Ok(Self {
             device: device.clone(),
+            marks: Marks::new(compute.context()),
             compute,
             deadline,
             next: 0,
@@ -172,6 +176,13 @@ impl Nccl {
         })
     }
 
+    /// Where candle's stream is now, and what the engine will record.
+    fn marks(&self) -> Result<[Mark; 2], DriverError> {
+        let ready = self.marks.take()?;
+        ready.record(&self.compute)?;
+        Ok([ready, self.marks.take()?])
+    }
+
     fn check(&self, request: &Request) -> Result<(), Invalid> {
         request.check(self.world())?;
         let device = request.buffer().device();
@@ -212,8 +223,8 @@ impl Communicator for Nccl {
             self.next += 1;
             return Err(error);
         }
-        let ready = self.compute.record_event(None);
-        let ready = ready.map_err(|e| self.failure(&started, e.to_string()))?;
+        let marks = self.marks();
+        let [ready, issued] = marks.map_err(|e| self.failure(&started, e.to_string()))?;
         let progress = Arc::new(Progress::default());
         let buffer = request.buffer().clone();
         let in_flight = InFlight {
@@ -226,6 +237,7 @@ impl Communicator for Nccl {
             started: started.clone(),
             request,
             ready,
+            issued,
             progress,
         };
         self.enqueue(&started, job)?;

@@ -6,6 +6,8 @@ use crate::{Rank, WorldSize};
 
 /// The element type of a tensor on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
 pub enum Wire {
     /// IEEE half precision.
     F16,
@@ -41,6 +43,8 @@ impl fmt::Display for Wire {
 
 /// What a call is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "kebab-case"))]
 pub enum Class {
     /// Reduces gradients.
     Gradient,
@@ -70,6 +74,8 @@ impl fmt::Display for Class {
 
 /// What a call does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "kebab-case"))]
 pub enum Collective {
     /// Every rank gets the sum.
     AllReduce,
@@ -100,6 +106,7 @@ impl fmt::Display for Collective {
 
 /// One call, as planned or as recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Call {
     /// What it is for.
     pub class: Class,
@@ -190,5 +197,22 @@ mod tests {
             "send",
         ];
         assert_eq!(collectives.map(|collective| collective.to_string()), words);
+    }
+
+    #[cfg(feature = "serde")]
+    #[test]
+    fn a_call_is_written_in_its_words() {
+        let call = Call {
+            class: Class::Exchange,
+            collective: Collective::AllReduce,
+            elems: 7,
+            wire: Wire::BF16,
+            root: Some(Rank(2)),
+        };
+        let json = serde_json::to_string(&call).unwrap();
+        let words =
+            r#"{"class":"exchange","collective":"all-reduce","elems":7,"wire":"bf16","root":2}"#;
+        assert_eq!(json, words);
+        assert_eq!(serde_json::from_str::<Call>(&json).unwrap(), call);
     }
 }

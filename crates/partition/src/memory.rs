@@ -1,11 +1,15 @@
 //! What a rank holds, in bytes.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::iter::Sum;
 use std::ops::Add;
 
 use crate::predict::exchange_wire;
-use crate::{BucketPlan, ParamId, Params, Plan, Rank, Route, Stage, Terms, UpdateGroup, Wire};
+use crate::{
+    BucketPlan, ParamId, Params, Plan, Rank, Route, SpaceId, Span, Stage, Terms, UpdateGroup, Wire,
+};
 
 /// A number of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -57,7 +61,8 @@ pub struct Memory {
     /// The wire buffers: the largest bucket of each flat space, being filled, and the largest of
     /// all, being reduced.
     pub buckets: Bytes,
-    /// The largest buffer of the boundary: an exchange's, or a window of gathered weights.
+    /// The largest buffer of an exchange, or the windows of gathered weights: the two largest of
+    /// each flat space, as one is copied while the next is gathered.
     pub staging: Bytes,
 }
 
@@ -158,8 +163,28 @@ impl Plan {
             .exchange_kinds()
             .iter()
             .map(|kind| Bytes::of(self.exchange(*kind, rank).len, exchange_wire(*kind, terms)));
-        let windows = self.gathers().map(|call| Bytes::of(call.elems, call.wire));
-        exchanges.chain(windows).max().unwrap_or_default()
+        exchanges
+            .chain([self.windows_memory()])
+            .max()
+            .unwrap_or_default()
+    }
+
+    fn windows_memory(&self) -> Bytes {
+        let layout = self.layout();
+        let mut windows: BTreeMap<SpaceId, Vec<usize>> = BTreeMap::new();
+        for id in layout.block_ids() {
+            let lens = self.windows(id).into_iter().map(Span::len);
+            windows
+                .entry(layout.block(id).space)
+                .or_default()
+                .extend(lens);
+        }
+        let both = |(space, mut lens): (SpaceId, Vec<usize>)| {
+            lens.sort_unstable_by_key(|len| Reverse(*len));
+            let elems = lens.iter().take(2).sum::<usize>() * layout.world().get();
+            Bytes::of(elems, layout.space(space).wire)
+        };
+        windows.into_iter().map(both).sum()
     }
 }
 

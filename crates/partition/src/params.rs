@@ -133,8 +133,11 @@ impl Params {
         (self.0.first_matrix[id.0]..self.0.first_matrix[id.0 + 1]).map(MatrixId)
     }
 
-    /// The matrices of a parameter that have an element in `span` of it.
-    pub(crate) fn matrices_touching(
+    /// The matrices of a parameter that have an element in `span` of it, ascending.
+    ///
+    /// # Panics
+    /// If `id` is of a longer list.
+    pub fn matrices_touching(
         &self,
         id: ParamId,
         span: Span,

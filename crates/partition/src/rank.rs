@@ -9,6 +9,7 @@ use crate::{Error, Span};
 
 /// A participant of the data-parallel group, counted from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Rank(pub usize);
 
 impl fmt::Display for Rank {

@@ -1,12 +1,14 @@
 //! Runs a golden case through the sharded optimizer, in the settings under which DeepSpeed is reproduced, and compares.
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
+use polarshard_comm::Communicator;
 use polarshard_comm::ranks::Outcome;
-use polarshard_muon::{Method, Rule, Rules};
+use polarshard_muon::{Method, Precision, Rule, Rules};
 use polarshard_partition::{Plan, UpdateGroup};
 use polarshard_zero::{Config, Roles};
 
 use crate::compare::{relative, values64};
+use crate::devices::{moved, moved_gradients};
 use crate::golden::{Case, Golden, Group};
 use crate::harness::{on_ranks, train};
 
@@ -107,36 +109,49 @@ pub fn config(golden: &Golden) -> Config {
     config
 }
 
-/// Replays a case, on one thread a rank.
+/// Replays a case on one thread a rank, all on one device.
 ///
 /// # Errors
 /// [`Error`], if the run does not come to its end.
-pub fn replay(golden: &Golden) -> Result<Replay, Error> {
-    let config = config(golden);
-    let run = |comm| {
-        train(
-            comm,
-            &golden.initial,
-            &Roles::default(),
-            config.clone(),
-            &golden.gradients,
-        )
-    };
-    let mut seen = Vec::new();
-    for (rank, outcome) in on_ranks(golden.case.world.get(), run)
+pub fn replay(golden: &Golden, device: &Device, iterate: Precision) -> Result<Replay, Error> {
+    let mut replays = Vec::new();
+    let rank = |comm| replay_rank(golden, comm, device, iterate);
+    for (rank, outcome) in on_ranks(golden.case.world.get(), rank)
         .into_iter()
         .flatten()
         .enumerate()
     {
         match outcome {
-            Outcome::Done(rank) => seen.push(rank),
-            Outcome::Failed(error) => return Err(Error::Run(error)),
+            Outcome::Done(replay) => replays.push(replay),
+            Outcome::Failed(error) => return Err(error),
             Outcome::Panicked(message) => return Err(Error::Panicked { rank, message }),
         }
     }
     // All ranks have the same weights: the run proved it.
-    let first = seen.first().expect("a world has a rank");
-    let changes = changes(golden, &first.weights)?;
+    Ok(replays.swap_remove(0))
+}
+
+/// Replays a case as one rank of its world, with tensors on a device and Newton-Schulz iterations in a precision.
+///
+/// # Errors
+/// [`Error`], if the run does not come to its end.
+pub fn replay_rank(
+    golden: &Golden,
+    comm: impl Communicator + 'static,
+    device: &Device,
+    iterate: Precision,
+) -> Result<Replay, Error> {
+    let mut config = config(golden);
+    config.muon.newton_schulz.iterate = iterate;
+    let initial = moved(&golden.initial, DType::F32, device)?;
+    let steps = golden
+        .gradients
+        .iter()
+        .map(|step| moved_gradients(step, DType::F32, device))
+        .collect::<candle_core::Result<Vec<_>>>()?;
+    let seen = train(comm, &initial, &Roles::default(), config, &steps).map_err(Error::Run)?;
+
+    let changes = changes(golden, &seen.weights, iterate.on(device))?;
     let muon = golden.groups[0].names.len();
     let worst = |range: &dyn Fn(usize) -> bool| {
         let those = changes
@@ -148,12 +163,16 @@ pub fn replay(golden: &Golden) -> Result<Replay, Error> {
     Ok(Replay {
         muon: worst(&|parameter| parameter < muon),
         adamw: worst(&|parameter| parameter >= muon),
-        layout: layout(golden, &first.plan),
+        layout: layout(golden, &seen.plan),
     })
 }
 
 /// Each step's change of each parameter that is compared, by the parameter's place in `order`.
-fn changes(golden: &Golden, weights: &[Vec<Tensor>]) -> Result<Vec<(usize, Worst)>, Error> {
+fn changes(
+    golden: &Golden,
+    weights: &[Vec<Tensor>],
+    iterated: DType,
+) -> Result<Vec<(usize, Worst)>, Error> {
     let muon = golden.groups[0].names.len();
     let initial: Vec<_> = golden
         .initial
@@ -169,7 +188,7 @@ fn changes(golden: &Golden, weights: &[Vec<Tensor>]) -> Result<Vec<(usize, Worst
             } else {
                 UpdateGroup::AdamW
             };
-            if let Some(tolerance) = tolerance(golden.case.method, group, tensor.dims()) {
+            if let Some(tolerance) = tolerance(golden.case.method, iterated, group, tensor.dims()) {
                 let ours = change(&ours[index], &ours_after[index])?;
                 let theirs = change(&theirs[index], &theirs_after[index])?;
                 let error = relative(&ours, &theirs);
@@ -198,28 +217,39 @@ fn change(before: &Tensor, after: &Tensor) -> Result<Vec<f64>, Error> {
         .collect())
 }
 
-/// What a parameter's error may be where we iterate in fp32 and DeepSpeed in fp16 (`Gram`) or bf16; `None` where
+/// What a parameter's error may be where we iterate in this dtype, and DeepSpeed in fp16 (`Gram`) or bf16; `None` where
 /// DeepSpeed's own update is wrong: that of a convolution by its compiled `Standard` path.
-pub fn tolerance(method: Method, group: UpdateGroup, shape: &[usize]) -> Option<f64> {
+pub fn tolerance(
+    method: Method,
+    iterated: DType,
+    group: UpdateGroup,
+    shape: &[usize],
+) -> Option<f64> {
     /// Under this side, and not a multiple of [`TILE`], fp16's own rounding is larger.
     const SMALL: usize = 72;
     const TILE: usize = 8;
     if group == UpdateGroup::AdamW {
         return Some(1e-4);
     }
+    let ours = match iterated {
+        DType::BF16 => 1e-1,
+        DType::F16 => 2e-2,
+        _ => 0.0,
+    };
     if method != Method::Gram {
-        return (shape.len() < 4).then_some(6e-2);
+        return (shape.len() < 4).then_some(f64::max(ours, 6e-2));
     }
     let sides = match shape {
         [.., rows, cols] if shape.len() < 4 => [*rows, *cols],
         _ => [shape[0], shape[1..].iter().product()],
     };
     let is_odd = |side: usize| side < SMALL && !side.is_multiple_of(TILE);
-    Some(if sides.into_iter().any(is_odd) {
+    let theirs = if sides.into_iter().any(is_odd) {
         1.5e-2
     } else {
         1e-2
-    })
+    };
+    Some(f64::max(ours, theirs))
 }
 
 /// Where a plan's layout differs from the recorded one.

@@ -1,5 +1,7 @@
 //! What a step tells.
 
+use serde::{Deserialize, Serialize};
+
 /// What became of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
@@ -35,7 +37,7 @@ pub struct StepReport {
 
 /// Bytes that one rank keeps from step to step. Buffers come on top: those of the wire, the staging of gathered weights,
 /// and in stage 1 with several micro-batches the sums of all gradients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryUse {
     /// fp32 masters of its shards.
     pub masters: usize,

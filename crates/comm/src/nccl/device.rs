@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{Device, Result};
-use cudarc::driver::{CudaStream, result, sys};
+use cudarc::driver::{CudaContext, CudaStream, result, sys};
 
 use crate::SetupError;
 
@@ -39,6 +39,15 @@ pub fn device(ordinal: usize) -> Result<Device> {
         }
     }
     Ok(device)
+}
+
+/// How many devices this process sees.
+///
+/// # Errors
+/// candle's, if the driver cannot be asked.
+pub fn device_count() -> Result<usize> {
+    let count = CudaContext::device_count().w()?;
+    Ok(usize::try_from(count).unwrap_or(0))
 }
 
 /// The stream on which candle works, if it is one that others can wait for.

@@ -7,9 +7,10 @@ use std::sync::{Arc, OnceLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaEvent, CudaStream};
+use cudarc::driver::CudaStream;
 
-use super::memory::{self, Staged};
+use super::marks::Mark;
+use super::memory::{self, Stage, Staged};
 use super::raw::Raw;
 use crate::loopback::panic_message;
 use crate::tether::Link;
@@ -34,7 +35,9 @@ pub(super) enum Job {
         started: Started,
         request: Request,
         /// When the buffer is ready to be read.
-        ready: CudaEvent,
+        ready: Mark,
+        /// To be recorded where the request is on the stream.
+        issued: Mark,
         progress: Arc<Progress>,
     },
     /// The end, when all before it is done.
@@ -48,7 +51,7 @@ pub(super) enum Job {
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     /// On the device's stream up to here.
-    pub(super) issued: OnceLock<CudaEvent>,
+    pub(super) issued: OnceLock<Mark>,
     /// Over, well or not.
     pub(super) ended: OnceLock<Result<(), Error>>,
 }
@@ -63,8 +66,8 @@ pub(super) struct Engine {
     deadline: Duration,
     /// What the communicator works on.
     stream: Arc<CudaStream>,
-    /// What brings buffers of the host to the device and back.
-    side: Arc<CudaStream>,
+    /// For buffers of the host.
+    stage: Stage,
     flight: Flight,
 }
 
@@ -88,7 +91,9 @@ struct Flying {
     /// Kept alive until nothing works on its buffer.
     request: Request,
     staged: Option<Staged>,
-    ready: CudaEvent,
+    ready: Mark,
+    /// Until it is recorded.
+    issued: Option<Mark>,
     progress: Arc<Progress>,
 }
 
@@ -108,7 +113,7 @@ impl Engine {
             link,
             deadline,
             stream,
-            side,
+            stage: Stage::new(side),
             flight: Flight::default(),
         }
     }
@@ -177,6 +182,7 @@ impl Engine {
                 started,
                 request,
                 ready,
+                issued,
                 progress,
             } => {
                 self.flight.leaving = Some(Flying {
@@ -184,6 +190,7 @@ impl Engine {
                     request,
                     staged: None,
                     ready,
+                    issued: Some(issued),
                     progress,
                 });
                 if self.link.failure(&started).is_some() {
@@ -208,9 +215,9 @@ impl Engine {
             return Ok(());
         }
         let memory = if buffer.device().is_cpu() {
-            let staged = Staged::new(buffer, &self.side).map_err(text)?;
+            let staged = self.stage.up(buffer).map_err(text)?;
             let staged = leaving.staged.insert(staged);
-            self.stream.join(&self.side).map_err(text)?;
+            self.stream.join(self.stage.stream()).map_err(text)?;
             staged.memory().map_err(text)?
         } else {
             memory::of_tensor(buffer).map_err(text)?
@@ -237,7 +244,7 @@ impl Engine {
     fn advance(&mut self) -> Result<(), (Started, String)> {
         while let Some(first) = self.flight.flying.front() {
             let issued = first.progress.issued.get();
-            let is_done = issued.map_or(Ok(false), CudaEvent::try_is_complete);
+            let is_done = issued.map_or(Ok(false), |issued| issued.try_is_complete());
             if !is_done.map_err(|e| (first.started.clone(), text(e)))? {
                 break;
             }
@@ -251,11 +258,13 @@ impl Engine {
         };
         // Asked even with nothing leaving: it tells of failures, too.
         let is_free = raw.poll().map_err(|e| (first.started.clone(), text(e)))?;
-        if let (true, Some(leaving)) = (is_free, &self.flight.leaving) {
-            let issued = self.stream.record_event(None);
-            let issued = issued.map_err(|e| (leaving.started.clone(), text(e)))?;
-            // Set once: it leaves now.
-            let _ = leaving.progress.issued.set(issued);
+        if let (true, Some(leaving)) = (is_free, &mut self.flight.leaving) {
+            if let Some(issued) = leaving.issued.take() {
+                let recorded = issued.record(&self.stream);
+                recorded.map_err(|e| (leaving.started.clone(), text(e)))?;
+                // Set once: it leaves now.
+                let _ = leaving.progress.issued.set(issued);
+            }
             self.flight.flying.extend(self.flight.leaving.take());
             self.link.wake();
         }
@@ -263,10 +272,10 @@ impl Engine {
     }
 
     /// Ends a request that is done on the device.
-    fn land(&self, done: Flying) {
+    fn land(&mut self, mut done: Flying) {
         let buffer = done.request.buffer();
-        let staged = done.staged.as_ref();
-        let landed = staged.map_or(Ok(()), |staged| staged.write_back(buffer));
+        let staged = done.staged.take();
+        let landed = staged.map_or(Ok(()), |staged| self.stage.down(staged, buffer));
         let result = landed.map_err(|e| Error::Tensor {
             started: Box::new(done.started.clone()),
             source: Arc::new(e),

@@ -2,62 +2,92 @@
 
 use std::sync::Arc;
 
-use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle_core::{CpuStorage, Device, Result, Storage, Tensor};
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr, DriverError};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
 use cudarc::nccl::sys::ncclDataType_t;
 
 use super::raw::Memory;
 
-/// A copy on the device of a buffer that lies on the host.
+/// Brings buffers that lie on the host to the device and back. It keeps the memory of those that are back for the next:
+/// to allocate takes longer than to copy.
 #[derive(Debug)]
-pub(super) struct Staged {
-    slice: CudaStorageSlice,
+pub(super) struct Stage {
+    /// With nothing else on it: copies from and to the host may wait for what is.
     stream: Arc<CudaStream>,
+    spare: Vec<CudaStorageSlice>,
 }
 
-impl Staged {
-    /// Copies a flat, contiguous, non-empty buffer of the host, on a stream with nothing else on it:
-    /// such copies may wait for what is.
-    pub(super) fn new(buffer: &Tensor, stream: &Arc<CudaStream>) -> Result<Self> {
+/// A copy on the device of a buffer that lies on the host.
+#[derive(Debug)]
+pub(super) struct Staged(CudaStorageSlice);
+
+impl Stage {
+    pub(super) fn new(stream: Arc<CudaStream>) -> Self {
+        let spare = Vec::new();
+        Self { stream, spare }
+    }
+
+    /// What a copy is there after.
+    pub(super) fn stream(&self) -> &CudaStream {
+        &self.stream
+    }
+
+    /// Copies a flat, contiguous, non-empty buffer of the host.
+    pub(super) fn up(&mut self, buffer: &Tensor) -> Result<Staged> {
         let (storage, layout) = buffer.storage_and_layout();
         let range = layout.start_offset()..layout.start_offset() + buffer.elem_count();
-        let up = |e: DriverError| candle_core::Error::wrap(e);
         let Storage::Cpu(storage) = &*storage else {
             candle_core::bail!("a buffer of {:?} is not staged", buffer.device().location());
         };
-        use CudaStorageSlice as Slice;
-        let slice = match storage {
-            CpuStorage::F16(all) => Slice::F16(stream.clone_htod(&all[range]).map_err(up)?),
-            CpuStorage::BF16(all) => Slice::BF16(stream.clone_htod(&all[range]).map_err(up)?),
-            CpuStorage::F32(all) => Slice::F32(stream.clone_htod(&all[range]).map_err(up)?),
-            CpuStorage::F64(all) => Slice::F64(stream.clone_htod(&all[range]).map_err(up)?),
+        macro_rules! up {
+            ($variant:ident, $all:expr) => {{
+                let fits = |slice: &CudaStorageSlice| {
+                    matches!(slice, CudaStorageSlice::$variant(s) if s.len() >= range.len())
+                };
+                let place = self.spare.iter().position(fits);
+                let mut slice = match place.map(|place| self.spare.swap_remove(place)) {
+                    Some(CudaStorageSlice::$variant(slice)) => slice,
+                    _ => self.stream.alloc_zeros(range.len()).w()?,
+                };
+                self.stream.memcpy_htod(&$all[range], &mut slice).w()?;
+                CudaStorageSlice::$variant(slice)
+            }};
+        }
+        Ok(Staged(match storage {
+            CpuStorage::F16(all) => up!(F16, all),
+            CpuStorage::BF16(all) => up!(BF16, all),
+            CpuStorage::F32(all) => up!(F32, all),
+            CpuStorage::F64(all) => up!(F64, all),
             _ => candle_core::bail!("a buffer of {:?} does not travel", buffer.dtype()),
-        };
-        Ok(Self {
-            slice,
-            stream: Arc::clone(stream),
-        })
+        }))
     }
 
+    /// Writes a copy back to its buffer, when nothing works on it any more.
+    pub(super) fn down(&mut self, staged: Staged, buffer: &Tensor) -> Result<()> {
+        let len = buffer.elem_count();
+        macro_rules! down {
+            ($slice:expr) => {{
+                let values = self.stream.clone_dtoh(&$slice.slice(..len)).w()?;
+                Tensor::from_vec(values, len, &Device::Cpu)?
+            }};
+        }
+        let values = match &staged.0 {
+            CudaStorageSlice::F16(slice) => down!(slice),
+            CudaStorageSlice::BF16(slice) => down!(slice),
+            CudaStorageSlice::F32(slice) => down!(slice),
+            CudaStorageSlice::F64(slice) => down!(slice),
+            _ => candle_core::bail!("a buffer of {:?} does not travel", buffer.dtype()),
+        };
+        self.spare.push(staged.0);
+        buffer.detach().slice_set(&values, 0, 0)
+    }
+}
+
+impl Staged {
     /// Where the copy is.
     pub(super) fn memory(&self) -> Result<Memory> {
-        memory(&self.slice, 0)
-    }
-
-    /// Writes the copy back, when nothing works on it any more.
-    pub(super) fn write_back(&self, buffer: &Tensor) -> Result<()> {
-        let down = |e: DriverError| candle_core::Error::wrap(e);
-        let (len, cpu) = (buffer.elem_count(), &Device::Cpu);
-        use CudaStorageSlice as Slice;
-        let values = match &self.slice {
-            Slice::F16(s) => Tensor::from_vec(self.stream.clone_dtoh(s).map_err(down)?, len, cpu)?,
-            Slice::BF16(s) => Tensor::from_vec(self.stream.clone_dtoh(s).map_err(down)?, len, cpu)?,
-            Slice::F32(s) => Tensor::from_vec(self.stream.clone_dtoh(s).map_err(down)?, len, cpu)?,
-            Slice::F64(s) => Tensor::from_vec(self.stream.clone_dtoh(s).map_err(down)?, len, cpu)?,
-            _ => candle_core::bail!("a buffer of {:?} does not travel", buffer.dtype()),
-        };
-        buffer.detach().slice_set(&values, 0, 0)
+        memory(&self.0, 0)
     }
 }
 

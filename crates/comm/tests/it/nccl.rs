@@ -1,16 +1,14 @@
 //! NCCL, one process a rank, on as many GPUs as there are; with several ranks on one,
 //! `NCCL_MULTI_RANK_GPU_ENABLE=1` must be set.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use polarshard_comm::launch::Launch;
-use polarshard_comm::{
-    Communicator, Error, Nccl, Pause, Pending, Request, SetupError, conformance, nccl,
-};
-use polarshard_partition::{Class, Digest, Rank, WorldSize};
+use polarshard_comm::{Communicator, Error, Nccl, Request, SetupError, Shared, conformance, nccl};
+use polarshard_partition::{Class, Digest, Rank};
 
 use crate::LONG;
 use crate::processes::{Ranks, say};
@@ -64,7 +62,7 @@ fn all_reduce(comm: &mut Nccl, len: usize, device: &Device) -> Result<Tensor, Er
 
 /// All cases on one communicator: to set one up takes a second.
 fn conform(comm: Nccl, device: &Device, on_host: bool) {
-    let shared = Shared(Arc::new(Mutex::new(comm)));
+    let shared = Shared::new(comm);
     let host = Device::Cpu;
     let device = if on_host { &host } else { device };
     for case in conformance::CASES {
@@ -74,8 +72,7 @@ fn conform(comm: Nccl, device: &Device, on_host: bool) {
         });
         say(format_args!("{}: well ({:?})", case.name, begun.elapsed()));
     }
-    let comm = Arc::into_inner(shared.0).unwrap().into_inner().unwrap();
-    Box::new(comm).shutdown().unwrap();
+    Box::new(shared.into_inner().unwrap()).shutdown().unwrap();
 }
 
 /// One world after the other, in the same processes.
@@ -177,43 +174,6 @@ fn mismatch(mut comm: Nccl, device: &Device, what: &str) {
         _ => all_reduce(&mut comm, 1 << 22, device).unwrap_err(),
     };
     say(error.first());
-}
-
-/// A communicator whose shutdown only waits for the others.
-#[derive(Debug, Clone)]
-struct Shared(Arc<Mutex<Nccl>>);
-
-impl Shared {
-    fn comm(&self) -> MutexGuard<'_, Nccl> {
-        self.0.lock().unwrap()
-    }
-}
-
-impl Communicator for Shared {
-    fn rank(&self) -> Rank {
-        self.comm().rank()
-    }
-
-    fn world(&self) -> WorldSize {
-        self.comm().world()
-    }
-
-    fn deadline(&self) -> Duration {
-        self.comm().deadline()
-    }
-
-    fn start(&mut self, request: Request) -> Result<Pending, Error> {
-        self.comm().start(request)
-    }
-
-    fn pause(&self) -> Pause {
-        self.comm().pause()
-    }
-
-    fn shutdown(mut self: Box<Self>) -> Result<(), Error> {
-        let request = Request::all_reduce(Class::Control, &ones(1, &Device::Cpu));
-        self.start(request)?.finish(LONG).map(drop)
-    }
 }
 
 /// One test at a time: they share the GPU.

@@ -3,8 +3,11 @@
 use std::hint::black_box;
 use std::time::Duration;
 
+use candle_core::Device;
 use polarshard_comm::ranks::Outcome;
-use polarshard_comm::{Communicator, Error, Fault, Faulty, Op, Recording, Request, ranks};
+use polarshard_comm::{
+    Communicator, Error, Fault, Faulty, Op, Recording, Request, Shared, conformance, ranks,
+};
 use polarshard_partition::{Call, Class, Collective, Rank, Span, Wire};
 
 use crate::{LONG, boxed, floats, run, size, world};
@@ -226,4 +229,19 @@ fn ranks_have_deep_stacks() {
     const LEVELS: usize = (16 << 20) / (128 * size_of::<usize>());
     let outcomes = ranks::run(vec![()], |()| Ok::<_, ()>(descend(LEVELS)));
     assert_eq!(outcomes, [Outcome::Done(LEVELS)]);
+}
+
+#[test]
+fn handles_follow_each_other_in_one_world() {
+    let outcomes = ranks::run(world(3), |comm| {
+        let shared = Shared::new(comm);
+        for case in conformance::CASES {
+            (case.run)(Box::new(shared.clone()), &Device::Cpu).unwrap();
+            assert_eq!(shared.rank(), shared.clone().rank());
+        }
+        let other = shared.clone();
+        assert!(shared.into_inner().is_none());
+        Box::new(other.into_inner().unwrap()).shutdown()
+    });
+    outcomes.into_iter().for_each(|outcome| outcome.unwrap());
 }

@@ -249,13 +249,13 @@ fn memory_of_a_worked_example() {
         memory(Route::ReduceScatter, Policy::ExchangeUpdate, 1),
         shards
     );
-    // 20 elements of a shard in windows of 13: 39 elements in bf16, or 6 of the bias in fp32.
+    // 20 elements of a shard in windows of 13 and 7, 60 elements in bf16, and 6 of the bias in fp32.
     assert_eq!(
         memory(Route::ReduceToOwner, Policy::CopyToOwners, 1),
         Memory {
             momentum: Bytes((35 + 15) * 4),
             reduced_gradients: Bytes((35 + 15 + 2) * 4),
-            staging: Bytes(39 * 2),
+            staging: Bytes(60 * 2 + 6 * 4),
             ..shards
         }
     );
@@ -279,7 +279,7 @@ fn memory_of_a_worked_example() {
         Memory {
             momentum: Bytes((15 + 9 + 1) * 4),
             reduced_gradients: Bytes((15 + 9 + 1 + 2) * 4),
-            staging: Bytes(39 * 2),
+            staging: Bytes(60 * 2 + 6 * 4),
             ..shards
         }
     );

@@ -8,50 +8,21 @@ use polarshard_comm::Loopback;
 use polarshard_muon::{Precision, Rules};
 use polarshard_partition::{Placement, Policy, Route, Stage};
 use polarshard_testkit::compare::{first_difference, relative, values64};
+use polarshard_testkit::devices::{moved, moved_gradients, on_devices};
 use polarshard_testkit::harness::{Seen, Worker};
-use polarshard_testkit::model::{Draw, MicroBatch, Model, StepGradients};
+use polarshard_testkit::model::{Draw, Model};
 use polarshard_zero::{Config, ParamStore, Roles};
 
 use crate::support::{config, count, sharded, trained, world};
 
 const STEPS: usize = 3;
 
-/// All kinds of parameters but an empty one: devices have no empty tensors.
 fn model() -> Model {
-    let mut model = Model::everything();
-    model.params.retain(|param| param.elems() > 0);
-    model
+    on_devices(Model::everything())
 }
 
 fn device() -> Result<Device> {
     Ok(Device::new_cuda_with_stream(0)?)
-}
-
-fn moved(
-    parameters: &[(String, Tensor)],
-    dtype: DType,
-    to: &Device,
-) -> Result<Vec<(String, Tensor)>> {
-    let moved =
-        |(name, x): &(String, Tensor)| Ok((name.clone(), x.to_dtype(dtype)?.to_device(to)?));
-    parameters.iter().map(moved).collect()
-}
-
-fn moved_gradients(step: &StepGradients, dtype: DType, to: &Device) -> Result<StepGradients> {
-    let gradient = |x: &Option<Tensor>| match x {
-        Some(x) => Ok(Some(x.to_dtype(dtype)?.to_device(to)?)),
-        None => Ok(None),
-    };
-    let micro_batch = |batch: &MicroBatch| {
-        let gradients = batch.gradients.iter().map(gradient);
-        Ok(MicroBatch {
-            weight: batch.weight,
-            gradients: gradients.collect::<Result<_>>()?,
-        })
-    };
-    step.iter()
-        .map(|ranks| ranks.iter().map(micro_batch).collect())
-        .collect()
 }
 
 /// What each rank saw of a few steps on a device.
@@ -62,7 +33,7 @@ fn run(size: usize, dtype: DType, config: &Config, device: &Device) -> Result<Ve
     let steps = (0..STEPS)
         .map(|step| {
             let step = model.gradients(Draw::Integers, 4, step, accumulate, size)?;
-            moved_gradients(&step, dtype, device)
+            Ok(moved_gradients(&step, dtype, device)?)
         })
         .collect::<Result<Vec<_>>>()?;
     sharded(size, &model, &initial, config, &steps)

@@ -6,18 +6,19 @@ use std::sync::LazyLock;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
-use polarshard_comm::Loopback;
-use polarshard_muon::{Coefficients, Method};
+use polarshard_comm::{Communicator, Shared};
+use polarshard_muon::{Coefficients, Method, Precision};
 use polarshard_partition::{DigestWriter, Kept, Place, Plan, Rank, Ranks, Segment, Span, Stage};
 use polarshard_testkit::compare::{relative, values64};
 use polarshard_testkit::golden::route;
-use polarshard_testkit::harness::on_ranks;
+#[cfg(feature = "nccl")]
+use polarshard_testkit::processes::World;
 use polarshard_testkit::reference::newton_schulz;
 use polarshard_zero::{Config, ParamStore, Roles, ZeroOptimizer};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::support::{all_done, world};
+use crate::support::world;
 
 const WORLD: usize = 2;
 const HIDDEN: usize = 256;
@@ -51,87 +52,46 @@ const COMMON: Setting = Setting {
     bucket: 500_000_000,
 };
 
-#[test]
-fn z1_gram_allreduce() -> Result<()> {
-    check(&Setting {
-        stage: Stage::One,
-        reduce_scatter: false,
-        ..COMMON
-    })
+/// A test of each setting on ranks that are threads of the CPU, and one on ranks that are processes with GPUs.
+macro_rules! settings {
+    ($($name:ident: $setting:expr;)+) => {
+        mod loopback {
+            $(#[test]
+            fn $name() -> anyhow::Result<()> {
+                use super::*;
+                world(WORLD, |comm| check(comm, &Device::Cpu, &$setting)).map(drop)
+            })+
+        }
+
+        #[cfg(feature = "nccl")]
+        mod nccl {
+            $(#[test]
+            #[ignore = "needs a GPU"]
+            fn $name() -> anyhow::Result<()> {
+                use super::*;
+                World::of(concat!("deepspeed::nccl::", stringify!($name)), WORLD)
+                    .run(|member| check(member.connect()?, &member.device, &$setting))
+            })+
+        }
+    };
 }
 
-#[test]
-fn z1_standard_allreduce() -> Result<()> {
-    check(&Setting {
+settings! {
+    z1_gram_allreduce: Setting { stage: Stage::One, reduce_scatter: false, ..COMMON };
+    z1_standard_allreduce: Setting {
         stage: Stage::One,
         method: Method::Standard,
         reduce_scatter: false,
         ..COMMON
-    })
-}
-
-#[test]
-fn z2_gram_allreduce() -> Result<()> {
-    check(&Setting {
-        reduce_scatter: false,
-        ..COMMON
-    })
-}
-
-#[test]
-fn z2_standard_allreduce() -> Result<()> {
-    check(&Setting {
-        method: Method::Standard,
-        reduce_scatter: false,
-        ..COMMON
-    })
-}
-
-#[test]
-fn z1_reduce_scatter() -> Result<()> {
-    check(&Setting {
-        stage: Stage::One,
-        ..COMMON
-    })
-}
-
-#[test]
-fn z2_reduce_scatter() -> Result<()> {
-    check(&COMMON)
-}
-
-#[test]
-fn z2_rs_gas2_overlap() -> Result<()> {
-    check(&Setting {
-        accumulate: 2,
-        overlap: true,
-        ..COMMON
-    })
-}
-
-#[test]
-fn z2_rs_gas2_no_multi_rank() -> Result<()> {
-    check(&Setting {
-        accumulate: 2,
-        multi_rank: false,
-        ..COMMON
-    })
-}
-
-#[test]
-fn z2_rs_extra_large_param() -> Result<()> {
-    check(&Setting {
-        bucket: 32_768,
-        ..COMMON
-    })
-}
-
-#[test]
-fn z2_rs_noncontiguous() -> Result<()> {
-    check(&Setting {
-        contiguous: false,
-        ..COMMON
-    })
+    };
+    z2_gram_allreduce: Setting { reduce_scatter: false, ..COMMON };
+    z2_standard_allreduce: Setting { method: Method::Standard, reduce_scatter: false, ..COMMON };
+    z1_reduce_scatter: Setting { stage: Stage::One, ..COMMON };
+    z2_reduce_scatter: COMMON;
+    z2_rs_gas2_overlap: Setting { accumulate: 2, overlap: true, ..COMMON };
+    z2_rs_gas2_no_multi_rank: Setting { accumulate: 2, multi_rank: false, ..COMMON };
+    z2_rs_extra_large_param: Setting { bucket: 32_768, ..COMMON };
+    z2_rs_noncontiguous: Setting { contiguous: false, ..COMMON };
 }
 
 /// Which ranks copy a reduced slice into their buckets: its owner alone for an unsplit parameter, the set of all owners
@@ -139,7 +99,7 @@ fn z2_rs_noncontiguous() -> Result<()> {
 #[test]
 fn copy_targets_are_one_rank_or_a_set_of_ranks() -> Result<()> {
     let plans = world(WORLD, |comm| -> Result<Plan> {
-        let optimizer = from_variables(comm, config(&COMMON)?)?.0;
+        let optimizer = from_variables(comm, &Device::Cpu, config(&COMMON)?)?.0;
         let plan = optimizer.plan().clone();
         optimizer.shutdown()?;
         Ok(plan)
@@ -202,25 +162,19 @@ fn copy_targets_are_one_rank_or_a_set_of_ranks() -> Result<()> {
     Ok(())
 }
 
-fn check(setting: &Setting) -> Result<()> {
+/// Trains one step in both ways on this rank, and compares its updates with those from the whole batch.
+fn check(comm: impl Communicator + 'static, device: &Device, setting: &Setting) -> Result<()> {
     let expected = if setting.accumulate == 1 {
         &*ONE_MICRO_BATCH
     } else {
         &*TWO_MICRO_BATCHES
     };
+    let comm = Shared::new(comm);
     let config = config(setting)?;
-    let handed_in = on_ranks(WORLD, |comm| {
-        hand_in(comm, config.clone(), setting.accumulate)
-    })?;
-    let stored = on_ranks(WORLD, |comm| {
-        through_store(comm, config.clone(), setting.accumulate)
-    })?;
-    for (way, outcomes) in [("handed in", handed_in), ("through a store", stored)] {
-        let after = all_done(outcomes).context(way)?;
-        for weights in &after[1..] {
-            ensure!(weights == &after[0], "{way}: the ranks' weights differ");
-        }
-        for (layer, (after, expected)) in after[0].iter().zip(expected).enumerate() {
+    let handed_in = hand_in(comm.clone(), device, config.clone(), setting.accumulate)?;
+    let stored = through_store(comm.clone(), device, config, setting.accumulate)?;
+    for (way, after) in [("handed in", handed_in), ("through a store", stored)] {
+        for (layer, (after, expected)) in after.iter().zip(expected).enumerate() {
             let before = values64(&initial(&weight(layer), &[HIDDEN, HIDDEN])?)?;
             let update: Vec<_> = before
                 .iter()
@@ -234,7 +188,9 @@ fn check(setting: &Setting) -> Result<()> {
             );
         }
     }
-    Ok(())
+    Ok(comm
+        .into_inner()
+        .map_or(Ok(()), |comm| Box::new(comm).shutdown())?)
 }
 
 fn config(setting: &Setting) -> Result<Config> {
@@ -251,14 +207,20 @@ fn config(setting: &Setting) -> Result<Config> {
         ..Config::deepspeed()
     };
     config.muon.newton_schulz.method = setting.method;
+    config.muon.newton_schulz.iterate = Precision::F32;
     config.muon.lr = LR;
     Ok(config)
 }
 
 /// Trains one step on variables. Returns the weights' values.
-fn hand_in(comm: Loopback, config: Config, accumulate: usize) -> Result<Vec<Vec<f64>>> {
-    let rank = polarshard_comm::Communicator::rank(&comm).0;
-    let (mut optimizer, model) = from_variables(comm, config)?;
+fn hand_in(
+    comm: impl Communicator + 'static,
+    device: &Device,
+    config: Config,
+    accumulate: usize,
+) -> Result<Vec<Vec<f64>>> {
+    let rank = comm.rank().0;
+    let (mut optimizer, model) = from_variables(comm, device, config)?;
     for micro_batch in 0..accumulate {
         optimizer.hand_in(&model.loss(block(micro_batch, rank))?.backward()?)?;
     }
@@ -266,13 +228,18 @@ fn hand_in(comm: Loopback, config: Config, accumulate: usize) -> Result<Vec<Vec<
 }
 
 /// Trains one step through a `ParamStore`. Returns the weights' values.
-fn through_store(comm: Loopback, config: Config, accumulate: usize) -> Result<Vec<Vec<f64>>> {
-    let rank = polarshard_comm::Communicator::rank(&comm).0;
+fn through_store(
+    comm: impl Communicator + 'static,
+    device: &Device,
+    config: Config,
+    accumulate: usize,
+) -> Result<Vec<Vec<f64>>> {
+    let rank = comm.rank().0;
     let store = ParamStore::new(0, Roles::default());
-    let builder = store.var_builder(DType::F32, &Device::Cpu);
+    let builder = store.var_builder(DType::F32, device);
     let model = SimpleModel::new(|name, shape| {
         let tensor = builder.get(shape, name)?;
-        store.set(name, &initial(name, shape)?)?;
+        store.set(name, &initial(name, shape)?.to_device(device)?)?;
         Ok(tensor)
     })?;
     let mut optimizer = store.optimizer(Box::new(comm), config)?;
@@ -295,14 +262,18 @@ fn step(mut optimizer: ZeroOptimizer, model: &SimpleModel) -> Result<Vec<Vec<f64
     model
         .weights
         .iter()
-        .map(|weight| Ok(values64(weight)?))
+        .map(|weight| Ok(values64(&weight.to_device(&Device::Cpu)?)?))
         .collect()
 }
 
-fn from_variables(comm: Loopback, config: Config) -> Result<(ZeroOptimizer, SimpleModel)> {
+fn from_variables(
+    comm: impl Communicator + 'static,
+    device: &Device,
+    config: Config,
+) -> Result<(ZeroOptimizer, SimpleModel)> {
     let mut named = Vec::new();
     let model = SimpleModel::new(|name, shape| {
-        let variable = Var::from_tensor(&initial(name, shape)?)?;
+        let variable = Var::from_tensor(&initial(name, shape)?.to_device(device)?)?;
         named.push((name.to_owned(), variable.clone()));
         Ok(variable.as_tensor().clone())
     })?;
@@ -335,7 +306,8 @@ impl SimpleModel {
 
     /// The mean cross-entropy of some blocks of rows.
     fn loss(&self, (inputs, classes): (Tensor, Tensor)) -> candle_core::Result<Tensor> {
-        let mut x = inputs;
+        let device = self.weights[0].device();
+        let (mut x, classes) = (inputs.to_device(device)?, classes.to_device(device)?);
         for layer in 0..LAYERS {
             x = (self.linear(layer / 2, &x)? + self.linear(layer, &x)?)?;
         }

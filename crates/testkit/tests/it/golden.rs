@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 
 use anyhow::{Context, Result, ensure};
+use candle_core::Device;
+use polarshard_muon::Precision;
 use polarshard_testkit::golden::{Error, Golden};
 use polarshard_testkit::replay::replay;
 use safetensors::SafeTensors;
@@ -76,7 +78,7 @@ fn every_case_is_within_its_tolerance() -> Result<()> {
             golden.gradients.len() == 3 && golden.initial.len() == 12,
             "{name} is incomplete"
         );
-        let replay = replay(&golden)?;
+        let replay = replay(&golden, &Device::Cpu, Precision::Auto)?;
         ensure!(replay.is_faithful(), "{name}: {replay:?}");
         let (muon, adamw) = (
             replay.muon.context("no Muon parameter")?,
@@ -214,7 +216,8 @@ fn what_is_not_reproduced_is_refused_by_name() -> Result<()> {
             }
             // A wrong shard length can be read; the replay tells.
             Ok(golden) => ensure!(
-                message == "within" && !replay(&golden)?.is_faithful(),
+                message == "within"
+                    && !replay(&golden, &Device::Cpu, Precision::Auto)?.is_faithful(),
                 "{to} was accepted"
             ),
         }

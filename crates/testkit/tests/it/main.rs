@@ -12,6 +12,8 @@ mod deepspeed;
 mod faults;
 mod golden;
 mod matrix;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod optional;
 mod overflow;
 mod param_store;

@@ -2,17 +2,18 @@
 
 use anyhow::{Context, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
 use polarshard_muon::{MuonWithAdamW, MuonWithAdamWConfig};
-use polarshard_partition::Rank;
+use polarshard_partition::{Rank, WorldSize};
 use polarshard_zero::{ParamStore, Roles};
 
 use crate::curve::Curve;
-use crate::model::{DEVICE, Gpt};
+use crate::model::Gpt;
 use crate::options::Options;
 use crate::progress;
 use crate::text::{Batch, Text};
+use crate::train::Run;
 
 /// What the unsharded run tells.
 pub(crate) struct Unsharded {
@@ -29,16 +30,16 @@ pub(crate) struct Furthest {
     pub(crate) distance: f64,
 }
 
-/// Trains unsharded, on the batches of all ranks at once, and compares the weights with `sharded` ones.
-pub(crate) fn train(
-    options: &Options,
-    text: &Text,
-    sharded: &[(String, Tensor)],
-) -> Result<Unsharded> {
+/// Trains unsharded, on the batches of all ranks at once, and compares the weights with those of a sharded run; on the
+/// same device.
+pub(crate) fn train(options: &Options, text: &Text, run: &Run) -> Result<Unsharded> {
+    let (world, sharded) = (run.plan.layout().world(), run.weights.as_slice());
+    let (_, first) = sharded.first().context("the model has no weights")?;
+    let device = first.device();
     let map = VarMap::new();
-    let model = Gpt::new(options, &VarBuilder::from_varmap(&map, DType::F32, &DEVICE))?;
+    let model = Gpt::new(options, &VarBuilder::from_varmap(&map, DType::F32, device))?;
     let variables = in_order(&map, sharded)?;
-    start_alike(options, &variables)?;
+    start_alike(options, &variables, device)?;
     let config = options.config();
     let groups = MuonWithAdamWConfig {
         muon: config.muon,
@@ -46,14 +47,14 @@ pub(crate) fn train(
     };
     let mut optimizer = MuonWithAdamW::from_named(variables.clone(), &config.rules, groups)?;
 
-    let held_out = text.held_out(Rank(0), 1)?;
+    let held_out = text.held_out(Rank(0), 1, device)?;
     let bar = progress::bar(options, true);
     let mut curve = Curve::default();
     let steps = options.steps.get();
     for step in 0..steps {
         curve.evaluate(&model, held_out.as_ref(), step, steps)?;
         optimizer.set_learning_rate(options.learning_rate(step));
-        let batch = global_batch(options, text, step)?;
+        let batch = global_batch(options, text, world, step, device)?;
         let loss = model.loss(&batch.inputs, &batch.targets)?;
         let mut gradients = loss.backward()?;
         if let Some(most) = options.clip {
@@ -88,9 +89,9 @@ fn in_order(map: &VarMap, sharded: &[(String, Tensor)]) -> Result<Vec<(String, V
 }
 
 /// Gives variables the weights that the sharded run began with, which a store draws again from the seed.
-fn start_alike(options: &Options, variables: &[(String, Var)]) -> Result<()> {
+fn start_alike(options: &Options, variables: &[(String, Var)], device: &Device) -> Result<()> {
     let store = ParamStore::new(options.seed, Roles::default());
-    Gpt::new(options, &store.var_builder(DType::F32, &DEVICE))?;
+    Gpt::new(options, &store.var_builder(DType::F32, device))?;
     for (name, variable) in variables {
         variable.set(&store.get(name)?.detach())?;
     }
@@ -98,11 +99,17 @@ fn start_alike(options: &Options, variables: &[(String, Var)]) -> Result<()> {
 }
 
 /// The micro-batches of all ranks. They are equally large, so the mean of their means is the mean over all.
-fn global_batch(options: &Options, text: &Text, step: usize) -> Result<Batch> {
+fn global_batch(
+    options: &Options,
+    text: &Text,
+    world: WorldSize,
+    step: usize,
+    device: &Device,
+) -> Result<Batch> {
     let mut batches = Vec::new();
-    for rank in options.world()?.ranks() {
+    for rank in world.ranks() {
         for micro in 0..options.accumulate.get() {
-            batches.push(text.batch(step, micro, rank)?);
+            batches.push(text.batch(step, micro, rank, device)?);
         }
     }
     Batch::join(&batches)

@@ -1,6 +1,7 @@
 //! Losses, as a run goes on.
 
 use anyhow::Result;
+use serde::{Deserialize, Serialize};
 
 use crate::model::Gpt;
 use crate::text::Batch;
@@ -9,7 +10,7 @@ use crate::text::Batch;
 const POINTS: usize = 10;
 
 /// The losses of a run, in nats a byte.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub(crate) struct Curve {
     /// Of each step's batches.
     pub(crate) training: Vec<f64>,
@@ -18,7 +19,7 @@ pub(crate) struct Curve {
 }
 
 /// The loss of held-out sequences.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct HeldOut {
     /// Steps done.
     pub(crate) step: usize,

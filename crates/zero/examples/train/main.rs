@@ -4,88 +4,78 @@
 //!
 //! ```text
 //! cargo run --release --example train -- --world 4 --placement whole --compare
+//! cargo run --release --features nccl --example train -- --device cuda --spawn 2
 //! ```
 
+mod account;
 mod compare;
 mod curve;
+mod gpu;
 mod model;
 mod options;
+mod part;
 mod pictures;
+mod processes;
 mod progress;
+mod report;
+mod saved;
 mod table;
 mod text;
+mod threads;
 mod train;
 
 use std::fs;
-use std::time::Instant;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
+use polarshard_comm::launch::Launch;
+use polarshard_partition::Rank;
 
-use crate::curve::Curve;
 use crate::options::Options;
+use crate::part::Part;
+use crate::saved::Saved;
 use crate::table::grouped;
 use crate::text::Text;
+use crate::train::Run;
 
-fn main() -> Result<()> {
+/// How long a rank may be behind the others: they share the cores of one machine.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn main() -> Result<ExitCode> {
     let options = Options::parsed()?;
-    let text = Text::read(&options)?;
+    match Part::of(&options, Launch::from_env()?)? {
+        Part::Parent(world) => return processes::spawn(world),
+        Part::Threads(world) => {
+            train_and_tell(&options, |text| threads::train(world, &options, text))?;
+        }
+        Part::Rank(launch) if launch.rank() == Rank(0) => {
+            train_and_tell(&options, |text| {
+                let run = processes::train(&launch, &options, text)?;
+                run.context("rank 0 has no run")
+            })?;
+        }
+        Part::Rank(launch) => {
+            processes::train(&launch, &options, &Text::read(&options)?)?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn train_and_tell(options: &Options, train: impl FnOnce(&Text) -> Result<Run>) -> Result<()> {
+    let text = Text::read(options)?;
     let (training, held_out) = (
         grouped(text.training_len() as u64),
         grouped(text.held_out_len() as u64),
     );
     println!("text: {training} bytes to train on, {held_out} held out");
 
-    // Before training: a folder that cannot be made should not cost a run.
+    // Before training: a folder that cannot be made or a file that cannot be read should not cost a run.
     fs::create_dir_all(&options.out)
         .with_context(|| format!("cannot make {}", options.out.display()))?;
+    let beside = options.beside.as_deref().map(Saved::read).transpose()?;
 
     let started = Instant::now();
-    let ranks = train::train(&options, &text)?;
-    let seconds = started.elapsed().as_secs_f64();
-    let curve = Curve::mean(&ranks.iter().map(|rank| &rank.curve).collect::<Vec<_>>());
-    let (before, after) = curve.ends().context("the held-out text was never read")?;
-    let (steps, world) = (options.steps.get(), options.world()?);
-    println!("{steps} steps on {world} ranks in {seconds:.0} s");
-    println!("held-out loss: {before:.3} before, {after:.3} after, nats a byte\n");
-    println!("{}", table::memory(&ranks));
-    let (traffic, as_predicted) = table::traffic(&ranks, world, steps);
-    println!("{traffic}");
-
-    let unsharded = match options.compare {
-        true => Some(compare::train(&options, &text, &ranks[0].weights)?),
-        false => None,
-    };
-    if let Some(unsharded) = &unsharded {
-        let compare::Furthest { name, distance } = &unsharded.furthest;
-        println!(
-            "furthest from unsharded training: an element of {name}, by {distance:.1e} of its norm"
-        );
-    }
-
-    let title = format!("{} on {world} ranks", options.optimizers());
-    let loss = pictures::loss(
-        &title,
-        &curve,
-        unsharded.as_ref().map(|unsharded| &unsharded.curve),
-    );
-    for (name, picture) in [
-        ("loss.svg", loss),
-        ("layout.svg", pictures::layout(&ranks[0].plan)),
-    ] {
-        let path = options.out.join(name);
-        fs::write(&path, picture).with_context(|| format!("cannot write {}", path.display()))?;
-        println!("picture: {}", path.display());
-    }
-
-    let identical = ranks.iter().all(|rank| rank.identical);
-    println!(
-        "replicas identical: {}",
-        if identical { "yes" } else { "no" }
-    );
-    ensure!(identical, "the ranks ended with different weights");
-    ensure!(
-        as_predicted,
-        "the ranks sent something else than the plan foresaw"
-    );
-    Ok(())
+    let run = train(&text)?;
+    report::tell(options, &text, &run, started.elapsed(), beside)
 }

@@ -8,8 +8,6 @@ use candle_nn::{Embedding, Init, Linear, Module, VarBuilder, embedding, loss, op
 use crate::options::Options;
 
 const BYTES: usize = 256;
-/// The model computes on the CPU in single precision.
-pub(crate) const DEVICE: Device = Device::Cpu;
 
 /// The model.
 pub(crate) struct Gpt {
@@ -23,7 +21,7 @@ pub(crate) struct Gpt {
 }
 
 impl Gpt {
-    /// A model whose weights come from `vb`.
+    /// A model whose weights come from `vb`; it computes on their device, in single precision.
     pub(crate) fn new(options: &Options, vb: &VarBuilder<'_>) -> Result<Self> {
         let (width, heads, context) = (
             options.width.get(),
@@ -38,9 +36,14 @@ impl Gpt {
                 .collect::<Result<_>>()?,
             norm: RmsNorm::new(width, vb, "norm")?,
             head: linear(width, BYTES, 0.1, &vb.pp("lm_head"))?,
-            mask: causal(context)?,
-            rotation: Rotation::new(context, width / heads)?,
+            mask: causal(context, vb.device())?,
+            rotation: Rotation::new(context, width / heads, vb.device())?,
         })
+    }
+
+    /// Where it computes.
+    pub(crate) fn device(&self) -> &Device {
+        self.mask.device()
     }
 
     /// The mean cross-entropy of the bytes `targets`, in nats, given those before them; both `(batch, context)`.
@@ -140,15 +143,15 @@ struct Rotation {
 }
 
 impl Rotation {
-    fn new(context: usize, features: usize) -> Result<Self> {
+    fn new(context: usize, features: usize, device: &Device) -> Result<Self> {
         let half = features / 2;
         let frequencies: Vec<_> = (0..half)
             .map(|i| 1e4f32.powf(-(i as f32) / half as f32))
             .collect();
-        let positions = Tensor::arange(0, context as u32, &DEVICE)?
+        let positions = Tensor::arange(0, context as u32, device)?
             .to_dtype(DType::F32)?
             .unsqueeze(1)?;
-        let angles = positions.broadcast_mul(&Tensor::new(frequencies, &DEVICE)?)?;
+        let angles = positions.broadcast_mul(&Tensor::new(frequencies, device)?)?;
         Ok(Self {
             sin: angles.sin()?,
             cos: angles.cos()?,
@@ -172,10 +175,10 @@ fn linear(inputs: usize, outputs: usize, gain: f64, vb: &VarBuilder<'_>) -> Resu
     ))
 }
 
-fn causal(context: usize) -> Result<Tensor> {
+fn causal(context: usize, device: &Device) -> Result<Tensor> {
     let masked = |row, col| if col > row { f32::NEG_INFINITY } else { 0.0 };
     let mask: Vec<_> = (0..context)
         .flat_map(|row| (0..context).map(move |col| masked(row, col)))
         .collect();
-    Tensor::from_vec(mask, (context, context), &DEVICE)
+    Tensor::from_vec(mask, (context, context), device)
 }

@@ -6,16 +6,25 @@ use std::path::PathBuf;
 use anyhow::{Result, ensure};
 use clap::{Parser, ValueEnum};
 use polarshard_muon::{Method, Rule, Rules};
-use polarshard_partition::{Placement, Policy, Route, Stage, WorldSize};
+use polarshard_partition::{Digest, DigestWriter, Placement, Policy, Route, Stage, WorldSize};
 use polarshard_zero::Config;
 
-/// Trains a byte-level transformer on several ranks, which are threads of this process, with sharded Muon and AdamW.
+use crate::text::Text;
+
+/// Trains a byte-level transformer on several ranks with sharded Muon and AdamW.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "train")]
 pub(crate) struct Options {
-    /// Ranks.
-    #[arg(long, default_value = "4")]
-    pub(crate) world: NonZeroUsize,
+    /// Ranks: 4, unless --spawn or a launcher says otherwise.
+    #[arg(long)]
+    pub(crate) world: Option<NonZeroUsize>,
+    /// Where it trains. On the CPU the ranks are threads of this process; with CUDA each is a process with a GPU, started
+    /// by --spawn, torchrun, srun or mpirun.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) device: DeviceKind,
+    /// Start this many processes on this machine, each a rank, and wait for them.
+    #[arg(long)]
+    pub(crate) spawn: Option<NonZeroUsize>,
     /// What is sharded: 1, optimizer state; 2, gradients too.
     #[arg(long, default_value_t)]
     pub(crate) stage: Stage,
@@ -82,12 +91,28 @@ pub(crate) struct Options {
     /// The text, of which the last tenth is held out. By default the sources and documents of this repository.
     #[arg(long)]
     pub(crate) text: Option<PathBuf>,
-    /// Where the pictures go.
+    /// Where the pictures and the curve go.
     #[arg(long, default_value = "target/train")]
     pub(crate) out: PathBuf,
-    /// Train the same model unsharded, too, on the same batches, and compare the weights.
+    /// Train the same model unsharded, too, on the same batches and the device of rank 0, and compare the weights.
     #[arg(long)]
     pub(crate) compare: bool,
+    /// Prove that all ranks have the same weights after every so many steps; 0, after the last one only.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) verify_every: usize,
+    /// Draw the curve of an earlier run, its loss.json, beside this one's.
+    #[arg(long, conflicts_with = "compare")]
+    pub(crate) beside: Option<PathBuf>,
+}
+
+/// Where it trains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub(crate) enum DeviceKind {
+    /// The CPU.
+    #[default]
+    Cpu,
+    /// NVIDIA GPUs.
+    Cuda,
 }
 
 /// What trains the hidden matrices.
@@ -104,21 +129,81 @@ impl Options {
     /// The options given, checked as far as they speak of each other.
     pub(crate) fn parsed() -> Result<Self> {
         let options = Self::parse();
-        let (width, heads) = (options.width, options.heads);
-        ensure!(
-            width.get() % (2 * heads.get()) == 0,
-            "--width {width} must be a multiple of 2 x --heads {heads}: a head's features are rotated in pairs"
-        );
+        options.check()?;
         Ok(options)
     }
 
-    /// How many ranks.
-    pub(crate) fn world(&self) -> Result<WorldSize> {
-        Ok(WorldSize::new(self.world.get())?)
+    fn check(&self) -> Result<()> {
+        ensure!(
+            self.device == DeviceKind::Cpu || cfg!(feature = "nccl"),
+            "--device cuda needs CUDA and NCCL: build `train` with `--features nccl`"
+        );
+        let (width, heads) = (self.width, self.heads);
+        ensure!(
+            width.get() % heads.get() == 0 && (width.get() / heads.get()).is_multiple_of(2),
+            "--width {width} must be a multiple of 2 x --heads {heads}: a head's features are rotated in pairs"
+        );
+        self.check_sizes()
+    }
+
+    /// Refuses what no machine can hold: an allocation that fails ends the process without a word about the option.
+    fn check_sizes(&self) -> Result<()> {
+        const MOST: u128 = 1 << 36;
+        let [batch, context, width, heads, layers] = [
+            self.batch,
+            self.context,
+            self.width,
+            self.heads,
+            self.layers,
+        ]
+        .map(|option| option.get() as u128);
+        let weights = (12 * width).saturating_mul(width).saturating_mul(layers);
+        ensure!(
+            weights <= MOST,
+            "--layers {layers} of --width {width} have {weights} weights, more than fit anywhere"
+        );
+        // The widest of the hidden layer, the logits and the attention's weights.
+        let widest = (4 * width).max(256).max(heads * context);
+        let values = widest.saturating_mul(context).saturating_mul(batch);
+        ensure!(
+            values <= MOST,
+            "--batch {batch} sequences of --context {context} bytes make a tensor of {values} values, more than fit \
+             anywhere"
+        );
+        Ok(())
+    }
+
+    /// What all ranks must have alike: the text, and every option but those for rank 0 alone.
+    pub(crate) fn digest(&self, text: &Text) -> Digest {
+        let alike = Self {
+            text: None,
+            out: PathBuf::new(),
+            compare: false,
+            beside: None,
+            ..self.clone()
+        };
+        DigestWriter::new()
+            .str(&format!("{alike:?}"))
+            .u64(text.digest().0)
+            .finish()
+    }
+
+    /// Whether the replicas are compared after this step, counted from 0.
+    pub(crate) fn verifies_after(&self, step: usize) -> bool {
+        self.verify_every > 0 && (step + 1).is_multiple_of(self.verify_every)
+    }
+
+    /// What trains where, in words.
+    pub(crate) fn title(&self, world: WorldSize) -> String {
+        let ranks = match self.device {
+            DeviceKind::Cpu => "ranks",
+            DeviceKind::Cuda => "CUDA ranks",
+        };
+        format!("{} on {world} {ranks}", self.optimizers())
     }
 
     /// What trains, in words.
-    pub(crate) fn optimizers(&self) -> &'static str {
+    fn optimizers(&self) -> &'static str {
         match self.optimizer {
             Hidden::Muon => "Muon and AdamW",
             Hidden::Adamw => "AdamW",
@@ -172,5 +257,27 @@ impl Options {
             LOWEST + (1.0 - LOWEST) * (1.0 + (std::f64::consts::PI * done).cos()) / 2.0
         };
         self.lr * factor
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_option_that_cannot_be_is_named() {
+        for (option, value) in [
+            ("--batch", "18446744073709551615"),
+            ("--context", "18446744073709551615"),
+            ("--layers", "18446744073709551615"),
+            ("--width", "18446744073709551608"),
+            ("--heads", "9223372036854775808"),
+            #[cfg(not(feature = "nccl"))]
+            ("--device", "cuda"),
+        ] {
+            let options = Options::try_parse_from(["train", option, value]).unwrap();
+            let error = options.check().unwrap_err().to_string();
+            assert!(error.contains(&format!("{option} {value}")), "{error}");
+        }
     }
 }

@@ -1,10 +1,11 @@
 //! What the run held and sent, as text.
 
 use std::collections::BTreeMap;
+use std::iter;
 
 use polarshard_partition::{Call, Class, Collective, Plan, Tally, UpdateGroup, WorldSize};
 
-use crate::train::Trained;
+use crate::account::Account;
 
 /// The size of the model, in a line.
 pub(crate) fn model(plan: &Plan) -> String {
@@ -21,8 +22,8 @@ pub(crate) fn model(plan: &Plan) -> String {
 }
 
 /// The bytes that each rank holds, and its share of the work.
-pub(crate) fn memory(ranks: &[Trained]) -> String {
-    type Column = fn(&Trained) -> usize;
+pub(crate) fn memory(ranks: &[Account]) -> String {
+    type Column = fn(&Account) -> usize;
     let rows: [(&str, Column); 6] = [
         ("masters", |rank| rank.memory.masters),
         ("momentum (muon)", |rank| rank.memory.momentum),
@@ -41,8 +42,9 @@ pub(crate) fn memory(ranks: &[Trained]) -> String {
     aligned(1, &rows)
 }
 
-/// Calls and bytes by class and collective, as recorded and as predicted for `steps` steps; and whether all are equal.
-pub(crate) fn traffic(ranks: &[Trained], world: WorldSize, steps: usize) -> (String, bool) {
+/// Calls and bytes by class and collective, as recorded and as predicted for `steps` steps; and whether they are equal
+/// on every rank.
+pub(crate) fn traffic(ranks: &[Account], world: WorldSize, steps: usize) -> (String, bool) {
     let recorded = tally(world, 1, ranks.iter().map(|rank| &rank.recorded));
     let predicted = tally(
         world,
@@ -86,7 +88,11 @@ pub(crate) fn traffic(ranks: &[Trained], world: WorldSize, steps: usize) -> (Str
                 .collect(),
         );
     }
-    (aligned(2, &rows), recorded == predicted)
+    let as_predicted = ranks.iter().all(|rank| {
+        let own = |times, calls| tally(world, times, iter::once(calls));
+        own(1, &rank.recorded) == own(steps as u64, &rank.predicted)
+    });
+    (aligned(2, &rows), as_predicted)
 }
 
 /// A whole number in groups of three digits.

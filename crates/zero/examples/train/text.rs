@@ -4,12 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
-use polarshard_partition::{DigestWriter, Rank};
+use candle_core::{Device, Tensor};
+use polarshard_partition::{Digest, DigestWriter, Rank};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::model::DEVICE;
 use crate::options::Options;
 
 /// Held-out sequences at most: enough for two digits of the loss, and evaluated in a step's time.
@@ -40,7 +39,7 @@ impl Text {
             None => repository()?,
         };
         let held_out = training.split_off(training.len() - training.len() / 10);
-        let needed = options.context.get() + 1;
+        let needed = options.context.get().saturating_add(1);
         ensure!(
             held_out.len() >= needed,
             "the held-out tenth of the text has {} bytes and a sequence {needed}: give a longer text or a shorter \
@@ -66,8 +65,22 @@ impl Text {
         self.held_out.len()
     }
 
+    /// A digest of all of it.
+    pub(crate) fn digest(&self) -> Digest {
+        DigestWriter::new()
+            .bytes(&self.training)
+            .bytes(&self.held_out)
+            .finish()
+    }
+
     /// The micro-batch of a rank, drawn from the seed and its number, so that it can be drawn again.
-    pub(crate) fn batch(&self, step: usize, micro: usize, rank: Rank) -> Result<Batch> {
+    pub(crate) fn batch(
+        &self,
+        step: usize,
+        micro: usize,
+        rank: Rank,
+        device: &Device,
+    ) -> Result<Batch> {
         let digest = DigestWriter::new()
             .u64(self.seed)
             .u64(step as u64)
@@ -79,12 +92,17 @@ impl Text {
         let starts: Vec<_> = (0..self.batch)
             .map(|_| rng.random_range(starts.clone()))
             .collect();
-        Batch::new(&self.training, &starts, self.context)
+        Batch::new(&self.training, &starts, self.context, device)
     }
 
     /// This rank's part of the held-out sequences, which are spread over the held-out text; `None` if there are fewer
     /// sequences than ranks.
-    pub(crate) fn held_out(&self, rank: Rank, world: usize) -> Result<Option<Batch>> {
+    pub(crate) fn held_out(
+        &self,
+        rank: Rank,
+        world: usize,
+        device: &Device,
+    ) -> Result<Option<Batch>> {
         let room = self.held_out.len() - self.context;
         let count = HELD_OUT.min(room.div_ceil(self.context));
         let starts: Vec<_> = (rank.0..count)
@@ -94,19 +112,19 @@ impl Text {
         if starts.is_empty() {
             Ok(None)
         } else {
-            Batch::new(&self.held_out, &starts, self.context).map(Some)
+            Batch::new(&self.held_out, &starts, self.context, device).map(Some)
         }
     }
 }
 
 impl Batch {
-    fn new(text: &[u8], starts: &[usize], context: usize) -> Result<Self> {
+    fn new(text: &[u8], starts: &[usize], context: usize, device: &Device) -> Result<Self> {
         let at = |shift| {
             let bytes = starts
                 .iter()
                 .flat_map(|start| &text[start + shift..][..context]);
             let ids = bytes.map(|byte| u32::from(*byte)).collect();
-            Tensor::from_vec(ids, (starts.len(), context), &DEVICE)
+            Tensor::from_vec(ids, (starts.len(), context), device)
         };
         Ok(Self {
             inputs: at(0)?,

@@ -1,81 +1,85 @@
-//! The sharded run: every rank trains on its own micro-batches.
+//! One rank's training, on its own micro-batches.
 
-use std::time::Duration;
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device, Tensor};
+use polarshard_comm::{CallLog, Communicator, Recording, Shared};
+use polarshard_partition::{Plan, Rank};
+use polarshard_zero::{Error, Outcome, ParamStore, Roles, ZeroOptimizer};
 
-use anyhow::{Result, anyhow, bail};
-use candle_core::{DType, Tensor};
-use polarshard_comm::{Communicator, Loopback, Recording, ranks};
-use polarshard_partition::{Call, Plan, Rank};
-use polarshard_zero::{Error, MemoryUse, Outcome, ParamStore, Roles};
-
+use crate::account::{Account, gather};
 use crate::curve::Curve;
-use crate::model::{DEVICE, Gpt};
+use crate::model::Gpt;
 use crate::options::Options;
 use crate::progress;
 use crate::table;
 use crate::text::Text;
 
-/// How long a rank may be behind the others: they share the cores of one machine.
-const DEADLINE: Duration = Duration::from_secs(60);
-
-/// What a rank tells after training.
-pub(crate) struct Trained {
-    pub(crate) curve: Curve,
+/// What rank 0 has after training.
+pub(crate) struct Run {
+    /// What each rank tells.
+    pub(crate) accounts: Vec<Account>,
     pub(crate) plan: Plan,
-    pub(crate) memory: MemoryUse,
-    /// The most bytes of unreduced gradients that it held at once in any step.
-    pub(crate) unreduced_peak: usize,
-    /// Matrices that it orthogonalized in a step.
-    pub(crate) orthogonalized: usize,
-    /// The calls of all steps.
-    pub(crate) recorded: Vec<Call>,
-    /// The calls that the plan foresees for one step.
-    pub(crate) predicted: Vec<Call>,
-    /// Whether its weights have the bits of rank 0's.
-    pub(crate) identical: bool,
     /// The weights after the last step, in registration order.
     pub(crate) weights: Vec<(String, Tensor)>,
 }
 
-/// Trains on all ranks, each a thread.
-pub(crate) fn train(options: &Options, text: &Text) -> Result<Vec<Trained>> {
-    let world = Loopback::world(options.world()?, DEADLINE);
-    let outcomes = ranks::run(world, |comm| train_rank(comm, options, text));
-    let results = outcomes
-        .into_iter()
-        .enumerate()
-        .map(|(rank, outcome)| match outcome {
-            ranks::Outcome::Done(trained) => Ok(trained),
-            ranks::Outcome::Failed(error) => Err(error.context(format!("rank {rank} failed"))),
-            ranks::Outcome::Panicked(message) => Err(anyhow!("rank {rank} panicked: {message}")),
-        });
-    results.collect()
-}
-
-fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained> {
-    let (rank, world) = (comm.rank(), comm.world().get());
-    let comm = Recording::new(comm);
-    let log = comm.log();
+/// Trains as one rank, and ends the world; rank 0 gets the run.
+pub(crate) fn train(
+    comm: Box<dyn Communicator>,
+    device: &Device,
+    options: &Options,
+    text: &Text,
+) -> Result<Option<Run>> {
+    let rank = comm.rank();
+    // The ranks have something to say to each other after the optimizer has ended.
+    let mut comm = Shared::new(comm);
+    let recording = Recording::new(comm.clone());
+    let log = recording.log();
     let store = ParamStore::new(options.seed, Roles::default());
-    let model = Gpt::new(options, &store.var_builder(DType::F32, &DEVICE))?;
-    let mut optimizer = store.optimizer(Box::new(comm), options.config())?;
+    let model = Gpt::new(options, &store.var_builder(DType::F32, device))?;
+    let mut optimizer = store.optimizer(Box::new(recording), options.config())?;
     if rank == Rank(0) {
         println!("{}", table::model(optimizer.plan()));
     }
-    // What ranks said to agree on all this belongs to no step.
-    log.take();
 
-    let held_out = text.held_out(rank, world)?;
+    let account = all_steps(&model, &mut optimizer, &log, options, text)?;
+    let plan = optimizer.plan().clone();
+    optimizer.shutdown()?;
+    let accounts = gather(&mut comm, &account)?;
+    let comm = comm.into_inner();
+    comm.context("the optimizer still holds its communicator")?
+        .shutdown()?;
+    if rank != Rank(0) {
+        return Ok(None);
+    }
+    Ok(Some(Run {
+        accounts,
+        plan,
+        weights: weights(&store)?,
+    }))
+}
+
+fn all_steps(
+    model: &Gpt,
+    optimizer: &mut ZeroOptimizer,
+    log: &CallLog,
+    options: &Options,
+    text: &Text,
+) -> Result<Account> {
+    let (rank, world) = (optimizer.rank(), optimizer.world().get());
+    // What ranks said to agree on the optimizer belongs to no step.
+    log.take();
+    let held_out = text.held_out(rank, world, model.device())?;
     let bar = progress::bar(options, rank == Rank(0));
     let mut curve = Curve::default();
-    let (mut unreduced_peak, mut orthogonalized) = (0, 0);
+    let (mut recorded, mut unreduced_peak, mut orthogonalized) = (Vec::new(), 0, 0);
     let steps = options.steps.get();
     for step in 0..steps {
-        curve.evaluate(&model, held_out.as_ref(), step, steps)?;
+        curve.evaluate(model, held_out.as_ref(), step, steps)?;
         optimizer.set_learning_rate(options.learning_rate(step))?;
         let mut sum = 0.0;
         for micro in 0..options.accumulate.get() {
-            let batch = text.batch(step, micro, rank)?;
+            let batch = text.batch(step, micro, rank, model.device())?;
             let loss = model.loss(&batch.inputs, &batch.targets)?;
             optimizer.backward(&loss)?;
             sum += f64::from(loss.to_scalar::<f32>()?);
@@ -84,34 +88,37 @@ fn train_rank(comm: Loopback, options: &Options, text: &Text) -> Result<Trained>
         if let Outcome::Skipped { non_finite } = report.outcome {
             bail!("step {step} was skipped: {non_finite} elements of its gradients are not finite");
         }
+        recorded.extend(log.take());
         unreduced_peak = unreduced_peak.max(report.unreduced_peak);
         orthogonalized = report.orthogonalized;
         let loss = sum / options.accumulate.get() as f64;
         curve.training.push(loss);
+        if options.verifies_after(step) {
+            optimizer
+                .verify_replicas()
+                .with_context(|| format!("after step {step}"))?;
+            // The proof is no part of the step.
+            log.take();
+        }
         progress::advance(&bar, loss);
     }
-    curve.evaluate(&model, held_out.as_ref(), steps, steps)?;
+    curve.evaluate(model, held_out.as_ref(), steps, steps)?;
     bar.finish_and_clear();
 
-    let recorded = log.take();
     let identical = match optimizer.verify_replicas() {
         Ok(()) => true,
         Err(Error::ReplicasDiffer { .. }) => false,
         Err(error) => return Err(error.into()),
     };
-    let trained = Trained {
+    Ok(Account {
         curve,
-        plan: optimizer.plan().clone(),
         memory: optimizer.memory(),
         unreduced_peak,
         orthogonalized,
         recorded,
         predicted: optimizer.plan().predict(rank, &optimizer.terms()).calls,
         identical,
-        weights: weights(&store)?,
-    };
-    optimizer.shutdown()?;
-    Ok(trained)
+    })
 }
 
 fn weights(store: &ParamStore) -> Result<Vec<(String, Tensor)>> {

@@ -223,7 +223,7 @@ fn write_all(
 
 /// This rank's slices of one tensor, as views.
 fn fragments(shard: &Shard, kind: Kind, param: ParamId) -> Result<Fragments> {
-    let mut fragments = Fragments::new(shard.device());
+    let mut fragments = Fragments::new(DType::F32, shard.device());
     for (slice, state) in shard
         .owned
         .iter()

@@ -2,7 +2,7 @@
 //!
 //! A gradient is checked and written to its place in its bucket as it comes. Buckets are reduced in their fixed
 //! order: bucket k once it is full and bucket k-1 has been issued, whatever the order of arrival, so that all ranks
-//! issue the same collectives. At most one reduction is in flight.
+//! issue the same collectives. While one is reduced, the next one fills; the one before it is collected by then.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -335,10 +335,9 @@ impl Intake {
         Ok(())
     }
 
-    /// Starts the reduction of the next bucket, after the one before it has arrived.
+    /// Starts the reduction of the next bucket. The one before it is collected meanwhile.
     fn issue(&mut self) -> Result<()> {
         let bucket = self.next;
-        self.collect()?;
         let Slot::Filling { buffer, .. } = std::mem::replace(&mut self.slots[bucket], Slot::Issued)
         else {
             unreachable!("only open buckets are issued")
@@ -354,22 +353,32 @@ impl Intake {
         let pending =
             self.channel
                 .start(Request::new(Class::Gradient, buffer.used.clone(), ops))?;
-        self.in_flight = Some(InFlight {
+        let before = self.in_flight.replace(InFlight {
             bucket,
             buffer,
             pending,
         });
         self.next += 1;
-        if self.overlap { Ok(()) } else { self.collect() }
+        self.collect(before)?;
+        if self.overlap {
+            Ok(())
+        } else {
+            self.collect_last()
+        }
     }
 
-    /// Waits for the reduction in flight and adds what this rank keeps of it.
-    fn collect(&mut self) -> Result<()> {
+    fn collect_last(&mut self) -> Result<()> {
+        let last = self.in_flight.take();
+        self.collect(last)
+    }
+
+    /// Waits for a reduction and adds what this rank keeps of it.
+    fn collect(&mut self, reduction: Option<InFlight>) -> Result<()> {
         let Some(InFlight {
             bucket,
             buffer,
             pending,
-        }) = self.in_flight.take()
+        }) = reduction
         else {
             return Ok(());
         };
@@ -397,7 +406,7 @@ impl Intake {
             }
             self.issue()?;
         }
-        self.collect()
+        self.collect_last()
     }
 
     fn write_absent(&mut self, bucket: usize, piece: Piece) -> Result<()> {

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use polarshard_partition::{BlockId, Kept, ParamId, Place, Plan, Rank};
+use polarshard_partition::{BlockId, Kept, ParamId, Place, Plan, Rank, Span};
 
 use crate::error::Result;
 use crate::flat;
-use crate::step::OwnedSlice;
+use crate::step::{OwnedSlice, Run};
 
 #[derive(Debug)]
 pub(crate) struct Reduced {
@@ -59,10 +59,10 @@ impl Reduced {
                 Place::Whole { param, at } => (&self.wholes[param], *at),
             };
             let values = flat::view(buffer, *from)?;
-            if begun {
-                flat::add(target, at, &values, 1.0)?;
+            if !begun {
+                flat::write_f32(target, at, &values)?;
             } else {
-                flat::write(target, at, &values)?;
+                flat::add(target, at, &values, 1.0)?;
             }
         }
         Ok(())
@@ -73,6 +73,25 @@ impl Reduced {
         Ok(match self.wholes.get(&slice.param) {
             Some(whole) => flat::view(whole, slice.span)?,
             None => flat::view(&self.shards[&slice.block], slice.in_shard())?,
+        })
+    }
+
+    /// Where the sum over a slice lies, counted from its place in the shard: neighbours there are neighbours in the sum
+    /// if they have this in common.
+    pub(crate) fn place(&self, slice: &OwnedSlice) -> Option<(ParamId, usize)> {
+        let is_whole = self.wholes.contains_key(&slice.param);
+        is_whole.then(|| (slice.param, slice.span.start.wrapping_sub(slice.at)))
+    }
+
+    /// The sum over a run whose slices have one [`place`](Self::place).
+    pub(crate) fn run(&self, run: &Run<'_>) -> Result<Tensor> {
+        let first = &run.slices[0];
+        Ok(match self.wholes.get(&first.param) {
+            Some(whole) => {
+                let span = Span::of_len(first.span.start, run.in_shard.len());
+                flat::view(whole, span)?
+            }
+            None => flat::view(&self.shards[&run.block], run.in_shard)?,
         })
     }
 

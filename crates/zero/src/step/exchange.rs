@@ -1,42 +1,70 @@
 //! Swaps of slices between ranks: one parcel for each pair of ranks that have something for one another.
 
-use candle_core::{DType, Device};
-use polarshard_comm::{Op, Request};
-use polarshard_partition::{Class, RankExchange, Span};
+use std::collections::BTreeSet;
+
+use polarshard_comm::{Op, Pending, Request};
+use polarshard_partition::{Class, ExchangeKind, MatrixId, Plan, Rank, RankExchange, Span};
 
 use super::fragments::Fragments;
 use crate::channel::Channel;
 use crate::error::Result;
 use crate::flat;
 
-/// Sends this rank's parcels from `fragments` and puts what comes into them.
-pub(crate) fn exchange(
-    channel: &mut Channel,
-    plan: &RankExchange,
-    dtype: DType,
-    device: &Device,
-    fragments: &mut Fragments,
-) -> Result<()> {
-    let buffer = flat::zeros(plan.len, dtype, device)?;
-    for piece in plan.sends.iter().flat_map(|parcel| &parcel.pieces) {
-        flat::write(&buffer, piece.at, &fragments.read(piece.param, piece.span)?)?;
+/// One rank's part in an exchange, the same in every step.
+#[derive(Debug)]
+pub(super) struct Exchange {
+    plan: RankExchange,
+    brings: BTreeSet<MatrixId>,
+}
+
+impl Exchange {
+    pub(super) fn new(plan: &Plan, kind: ExchangeKind, rank: Rank) -> Self {
+        let exchange = plan.exchange(kind, rank);
+        let pieces = exchange.receives.iter().flat_map(|parcel| &parcel.pieces);
+        let matrices =
+            pieces.flat_map(|piece| plan.params().matrices_touching(piece.param, piece.span));
+        let brings = matrices.map(|(id, _)| id).collect();
+        Self {
+            plan: exchange,
+            brings,
+        }
     }
-    let sends = plan.sends.iter().map(|parcel| Op::Send {
-        span: parcel.span,
-        to: parcel.peer,
-    });
-    let receives = plan.receives.iter().map(|parcel| Op::Recv {
-        span: parcel.span,
-        from: parcel.peer,
-    });
-    let ops = sends.chain(receives).collect();
-    let buffer = channel
-        .start(Request::new(Class::Exchange, buffer, ops))?
-        .wait()?;
-    for piece in plan.receives.iter().flat_map(|parcel| &parcel.pieces) {
-        let span = Span::of_len(piece.at, piece.span.len());
-        let values = flat::view(&buffer, span)?.to_dtype(DType::F32)?;
-        fragments.put(piece.param, piece.span.start, values);
+
+    /// Whether this rank receives a part of the matrix.
+    pub(super) fn brings(&self, matrix: MatrixId) -> bool {
+        self.brings.contains(&matrix)
     }
-    Ok(())
+
+    /// Sends this rank's parcels from `fragments`, in their dtype.
+    pub(super) fn send(&self, channel: &mut Channel, fragments: &Fragments) -> Result<Pending> {
+        let RankExchange {
+            len,
+            sends,
+            receives,
+        } = &self.plan;
+        let buffer = flat::zeros(*len, fragments.dtype(), fragments.device())?;
+        for piece in sends.iter().flat_map(|parcel| &parcel.pieces) {
+            flat::write(&buffer, piece.at, &fragments.read(piece.param, piece.span)?)?;
+        }
+        let sends = sends.iter().map(|parcel| Op::Send {
+            span: parcel.span,
+            to: parcel.peer,
+        });
+        let receives = receives.iter().map(|parcel| Op::Recv {
+            span: parcel.span,
+            from: parcel.peer,
+        });
+        let ops = sends.chain(receives).collect();
+        channel.start(Request::new(Class::Exchange, buffer, ops))
+    }
+
+    /// Puts what comes into `fragments`.
+    pub(super) fn receive(&self, pending: Pending, fragments: &mut Fragments) -> Result<()> {
+        let buffer = pending.wait()?;
+        for piece in self.plan.receives.iter().flat_map(|parcel| &parcel.pieces) {
+            let span = Span::of_len(piece.at, piece.span.len());
+            fragments.put(piece.param, piece.span.start, flat::view(&buffer, span)?);
+        }
+        Ok(())
+    }
 }

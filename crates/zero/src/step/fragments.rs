@@ -8,20 +8,30 @@ use polarshard_partition::{ParamId, Span};
 use crate::error::Result;
 use crate::flat;
 
-/// One-dimensional fp32 runs of parameters; what was never put in reads as zeros.
+/// One-dimensional runs of parameters, all of one dtype; what was never put in reads as zeros.
 #[derive(Debug)]
 pub(crate) struct Fragments {
+    dtype: DType,
     device: Device,
     /// By parameter and start.
     runs: BTreeMap<(ParamId, usize), Tensor>,
 }
 
 impl Fragments {
-    pub(crate) fn new(device: &Device) -> Self {
+    pub(crate) fn new(dtype: DType, device: &Device) -> Self {
         Self {
+            dtype,
             device: device.clone(),
             runs: BTreeMap::new(),
         }
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
     }
 
     /// Puts in a run that starts at an element of a parameter. Runs do not overlap.
@@ -62,7 +72,7 @@ impl Fragments {
     }
 
     fn zeros(&self, len: usize) -> Result<Tensor> {
-        Ok(flat::zeros(len, DType::F32, &self.device)?)
+        Ok(flat::zeros(len, self.dtype, &self.device)?)
     }
 }
 
@@ -83,7 +93,7 @@ mod tests {
         let params = Params::new(["a", "b", "c"].map(vector).to_vec())?;
         let ids: Vec<_> = params.iter().map(|(id, _)| id).collect();
         let device = Device::Cpu;
-        let mut fragments = Fragments::new(&device);
+        let mut fragments = Fragments::new(DType::F32, &device);
         fragments.put(ids[1], 2, Tensor::new(&[1f32, 2.0], &device)?);
         fragments.put(ids[1], 4, Tensor::new(&[3f32], &device)?);
         fragments.put(ids[1], 6, Tensor::new(&[4f32], &device)?);

@@ -6,6 +6,7 @@ mod fragments;
 mod owned;
 mod publish;
 mod shard;
+mod stretches;
 mod update;
 
 use std::sync::Arc;
@@ -29,6 +30,7 @@ use self::update::Factors;
 pub(crate) use self::fragments::Fragments;
 pub(crate) use self::owned::OwnedSlice;
 pub(crate) use self::shard::{Shard, SliceState};
+pub(crate) use self::stretches::Run;
 
 /// Elements of the control sum at the boundary.
 pub(crate) fn control_elems(params: &Params, world: WorldSize) -> usize {

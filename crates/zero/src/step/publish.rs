@@ -1,19 +1,28 @@
 //! New weights to all ranks, in the model's dtype, block by block and window by window.
 
 use candle_core::{Device, Tensor};
-use polarshard_comm::Request;
+use polarshard_comm::{Pending, Request};
 use polarshard_partition::{Block, Class, Plan, Span};
 
 use crate::channel::Channel;
+use crate::dtypes;
 use crate::error::Result;
 use crate::flat;
 use crate::gradients::{Buffer, Buffers};
 use crate::weights::Weight;
 
-/// The staging buffer of the weights' all-gather.
+/// The staging buffers of the weights' all-gather: one window is gathered while the one before it is copied.
 #[derive(Debug)]
 pub(crate) struct Publisher {
     staging: Buffers,
+}
+
+/// A window under way.
+struct Gathering<'a> {
+    block: &'a Block,
+    window: Span,
+    staging: Option<Buffer>,
+    pending: Pending,
 }
 
 impl Publisher {
@@ -38,20 +47,46 @@ impl Publisher {
         weights: &[Weight],
     ) -> Result<()> {
         let world = channel.world().get();
+        let mut under_way: Option<Gathering<'_>> = None;
         for (id, master) in plan.layout().block_ids().zip(masters) {
             let block = plan.layout().block(id);
+            let space = plan.layout().space(block.space);
             for window in plan.windows(id) {
-                let staging = self
-                    .staging
-                    .take(plan.layout().space(block.space), world * window.len())?;
-                let own = channel.rank().0 * window.len();
-                flat::write(&staging.used, own, &flat::view(master, window)?)?;
-                channel
-                    .start(Request::all_gather(Class::Weight, &staging.used))?
-                    .wait()?;
-                copy_out(block, world, window, &staging, weights)?;
-                self.staging.give_back(staging);
+                let own = flat::view(master, window)?.to_dtype(dtypes::dtype(space.wire))?;
+                // What one rank gathers is its own.
+                let (gathered, staging) = if world == 1 {
+                    (own, None)
+                } else {
+                    let staging = self.staging.take(space, world * window.len())?;
+                    flat::write(&staging.used, channel.rank().0 * window.len(), &own)?;
+                    (staging.used.clone(), Some(staging))
+                };
+                let request = Request::all_gather(Class::Weight, &gathered);
+                let gathering = Gathering {
+                    block,
+                    window,
+                    staging,
+                    pending: channel.start(request)?,
+                };
+                if let Some(before) = under_way.replace(gathering) {
+                    self.finish(before, world, weights)?;
+                }
             }
+        }
+        under_way.map_or(Ok(()), |last| self.finish(last, world, weights))
+    }
+
+    fn finish(&mut self, gathering: Gathering<'_>, world: usize, weights: &[Weight]) -> Result<()> {
+        let Gathering {
+            block,
+            window,
+            staging,
+            pending,
+        } = gathering;
+        let gathered = pending.wait()?;
+        copy_out(block, world, window, &gathered, weights)?;
+        if let Some(staging) = staging {
+            self.staging.give_back(staging);
         }
         Ok(())
     }
@@ -62,22 +97,22 @@ fn copy_out(
     block: &Block,
     world: usize,
     window: Span,
-    staging: &Buffer,
+    gathered: &Tensor,
     weights: &[Weight],
 ) -> Result<()> {
     for rank in 0..world {
         let shard = rank * block.shard_len;
-        let gathered = window.shift(shard);
+        let in_block = window.shift(shard);
         let first = block
             .runs
-            .partition_point(|run| run.at + run.len <= gathered.start);
+            .partition_point(|run| run.at + run.len <= in_block.start);
         for run in &block.runs[first..] {
-            let Some(common) = Span::of_len(run.at, run.len).intersect(gathered) else {
+            let Some(common) = Span::of_len(run.at, run.len).intersect(in_block) else {
                 break;
             };
             let Some(source) = run.source else { continue };
-            let in_staging = rank * window.len() + (common.start - gathered.start);
-            let values = flat::view(&staging.used, Span::of_len(in_staging, common.len()))?;
+            let at = rank * window.len() + (common.start - in_block.start);
+            let values = flat::view(gathered, Span::of_len(at, common.len()))?;
             weights[source.param.index()].write(source.start + (common.start - run.at), &values)?;
         }
     }

@@ -4,9 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use polarshard_partition::{ParamId, Plan, Rank, Span};
+use polarshard_partition::{ExchangeKind, ParamId, Plan, Rank};
 
+use super::exchange::Exchange;
 use super::owned::{OwnedSlice, owned};
+use super::stretches::Stretch;
 use crate::error::Result;
 use crate::flat;
 use crate::report::MemoryUse;
@@ -22,8 +24,14 @@ pub(crate) struct Shard {
     pub(crate) masters: Vec<Tensor>,
     /// By owned slice.
     pub(crate) state: Vec<SliceState>,
+    /// The slices whose momentum is kept as slices, and that.
+    pub(super) muon: (Vec<Stretch>, Tensor),
+    /// The slices of the group `adamw`, and their first and second moments.
+    pub(super) adamw: (Vec<Stretch>, [Tensor; 2]),
     /// Parameters whose momentum this rank keeps whole (`CopyToOwners`).
     pub(crate) full_momentum: BTreeMap<ParamId, Tensor>,
+    /// Those of the plan's route and policy.
+    pub(super) exchanges: BTreeMap<ExchangeKind, Exchange>,
     /// By parameter: how often its AdamW moments were updated.
     pub(crate) adamw_steps: Vec<u64>,
 }
@@ -62,33 +70,19 @@ impl Shard {
         }
         // Of each kind one allocation: an operation cannot write two views of one storage.
         let in_full = |slice: &OwnedSlice| full_momentum.contains_key(&slice.param);
-        let elems = |kind: &dyn Fn(&OwnedSlice) -> bool| -> usize {
-            owned
-                .iter()
-                .filter(|slice| kind(slice))
-                .map(|slice| slice.span.len())
-                .sum()
+        let stretches = |kind: &dyn Fn(&OwnedSlice) -> bool| {
+            let stretches = Stretch::all(owned.iter().copied().filter(|slice| kind(slice)));
+            let elems = stretches.iter().map(Stretch::elems).sum();
+            (stretches, move || flat::zeros(elems, DType::F32, device))
         };
-        let mut momentum = Runs::new(
-            elems(&|slice| slice.matrix.is_some() && !in_full(slice)),
-            device,
-        )?;
-        let mut first = Runs::new(elems(&|slice| slice.matrix.is_none()), device)?;
-        let mut second = Runs::new(elems(&|slice| slice.matrix.is_none()), device)?;
-        let state = owned
-            .iter()
-            .map(|slice| {
-                let len = slice.span.len();
-                Ok(match slice.matrix {
-                    Some(_) if in_full(slice) => SliceState::InFull,
-                    Some(_) => SliceState::Momentum(momentum.next(len)?),
-                    None => SliceState::Moments {
-                        first: first.next(len)?,
-                        second: second.next(len)?,
-                    },
-                })
-            })
-            .collect::<Result<Vec<_>>>()?;
+        let (muon, zeros) = stretches(&|slice| slice.matrix.is_some() && !in_full(slice));
+        let muon = (muon, zeros()?);
+        let (adamw, zeros) = stretches(&|slice| slice.matrix.is_none());
+        let adamw = (adamw, [zeros()?, zeros()?]);
+        let state = states(&owned, &muon, &adamw)?;
+        let kinds = plan.exchange_kinds().iter();
+        let exchanges = kinds.map(|kind| (*kind, Exchange::new(plan, *kind, rank)));
+        let exchanges = exchanges.collect();
         let adamw_steps = vec![0; weights.len()];
         let (plan, device) = (Arc::clone(plan), device.clone());
         Ok(Self {
@@ -97,7 +91,10 @@ impl Shard {
             owned,
             masters,
             state,
+            muon,
+            adamw,
             full_momentum,
+            exchanges,
             adamw_steps,
         })
     }
@@ -130,23 +127,27 @@ impl Shard {
     }
 }
 
-/// Zeros, handed out run by run.
-struct Runs {
-    all: Tensor,
-    next: usize,
-}
-
-impl Runs {
-    fn new(elems: usize, device: &Device) -> Result<Self> {
-        Ok(Self {
-            all: flat::zeros(elems, DType::F32, device)?,
-            next: 0,
-        })
+/// By owned slice.
+fn states(
+    owned: &[OwnedSlice],
+    (muon, momentum): &(Vec<Stretch>, Tensor),
+    (adamw, [first, second]): &(Vec<Stretch>, [Tensor; 2]),
+) -> Result<Vec<SliceState>> {
+    let mut states = BTreeMap::new();
+    for (slice, span) in muon.iter().flat_map(Stretch::places) {
+        let momentum = flat::view(momentum, span)?;
+        states.insert((slice.block, slice.at), SliceState::Momentum(momentum));
     }
-
-    fn next(&mut self, len: usize) -> Result<Tensor> {
-        let span = Span::of_len(self.next, len);
-        self.next = span.end;
-        Ok(flat::view(&self.all, span)?)
+    for (slice, span) in adamw.iter().flat_map(Stretch::places) {
+        let (first, second) = (flat::view(first, span)?, flat::view(second, span)?);
+        states.insert(
+            (slice.block, slice.at),
+            SliceState::Moments { first, second },
+        );
     }
+    let mut state = |slice: &OwnedSlice| states.remove(&(slice.block, slice.at));
+    let all = owned
+        .iter()
+        .map(|slice| state(slice).unwrap_or(SliceState::InFull));
+    Ok(all.collect())
 }

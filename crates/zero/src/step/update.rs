@@ -1,14 +1,14 @@
 //! The update of a rank's shard: momentum, whole matrices, their orthogonalization, and the weights.
 
 use candle_core::{DType, Tensor};
+use polarshard_comm::Pending;
 use polarshard_muon::{AdamWConfig, MuonConfig, adamw_update, apply_update, momentum_update};
-use polarshard_partition::{ExchangeKind, ParamId, Policy};
+use polarshard_partition::{ExchangeKind, Matrix, MatrixId, ParamId, Rank};
 
 use super::decision::Verdict;
-use super::exchange::exchange;
 use super::fragments::Fragments;
 use super::owned::OwnedSlice;
-use super::shard::{Shard, SliceState};
+use super::shard::Shard;
 use crate::channel::Channel;
 use crate::config::is_usable;
 use crate::error::Result;
@@ -16,7 +16,7 @@ use crate::flat;
 use crate::gradients::Reduced;
 
 /// What a gradient slice is multiplied with, one after the other.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Factors {
     /// To the mean over ranks, micro-batches and loss scale.
     pub(crate) mean: f64,
@@ -42,20 +42,32 @@ impl Shard {
         muon: &MuonConfig,
         adamw: &AdamWConfig,
     ) -> Result<usize> {
+        let rank = channel.rank();
         let mut updates = self.momentum(channel, reduced, &factors, verdict, muon)?;
-        let (results, orthogonalized) = self.orthogonalize(channel, &mut updates, verdict, muon)?;
-        for slice in &self.owned {
-            let Some(matrix) = slice.matrix else { continue };
-            if skipped(verdict, slice) {
-                continue;
-            }
-            let (_, matrix) = self.plan().params().matrix(matrix);
-            let weights = flat::view(&self.masters[slice.block.index()], slice.in_shard())?;
-            let result = results.read(slice.param, slice.span)?;
-            let scale = muon.scale.factor(matrix.rows, matrix.cols);
-            apply_update(&weights, &result, scale, muon.lr, muon.weight_decay)?;
-        }
+        let dtype = muon.newton_schulz.iterate.on(self.device());
+        let mut results = Fragments::new(dtype, self.device());
+        // What is here is worked on while the rest is on its way.
+        let coming = self.send(ExchangeKind::Updates, channel, &updates)?;
+        let here = self.jobs(rank, verdict, |id| {
+            !self.is_brought(ExchangeKind::Updates, id)
+        });
+        self.orthogonalize(&here, &updates, &mut results, muon)?;
+        self.receive(ExchangeKind::Updates, coming, &mut updates)?;
+        let late = self.jobs(rank, verdict, |id| {
+            self.is_brought(ExchangeKind::Updates, id)
+        });
+        self.orthogonalize(&late, &updates, &mut results, muon)?;
+
+        let orthogonalized = here.len() + late.len();
+        let coming = self.send(ExchangeKind::Results, channel, &results)?;
         self.adamw(reduced, &factors, verdict, adamw)?;
+        self.apply(&results, verdict, muon, |id| {
+            !self.is_brought(ExchangeKind::Results, id)
+        })?;
+        self.receive(ExchangeKind::Results, coming, &mut results)?;
+        self.apply(&results, verdict, muon, |id| {
+            self.is_brought(ExchangeKind::Results, id)
+        })?;
         Ok(orthogonalized)
     }
 
@@ -69,16 +81,18 @@ impl Shard {
         muon: &MuonConfig,
     ) -> Result<Fragments> {
         let wholes = self.whole_gradients(channel, reduced)?;
-        let mut updates = Fragments::new(self.device());
-        for (slice, state) in self.owned.iter().zip(&self.state) {
-            let SliceState::Momentum(momentum) = state else {
-                continue;
-            };
-            if !skipped(verdict, slice) {
-                let gradient = reduced.slice(slice)?;
-                let gradient = mean(&gradient, factors(slice.param))?;
-                let update = momentum_update(momentum, &gradient, muon.momentum, muon.nesterov)?;
-                updates.put(slice.param, slice.span.start, update);
+        let mut updates = Fragments::new(DType::F32, self.device());
+        let (stretches, momentum) = &self.muon;
+        let treatment = |slice: &OwnedSlice| {
+            let sum = reduced.place(slice);
+            (!skipped(verdict, slice)).then(|| (factors(slice.param), sum))
+        };
+        for ((factors, _), run) in stretches.iter().flat_map(|all| all.runs(treatment)) {
+            let gradient = mean(&reduced.run(&run)?, factors)?;
+            let momentum = flat::view(momentum, run.in_state)?;
+            let update = momentum_update(&momentum, &gradient, muon.momentum, muon.nesterov)?;
+            for (slice, part) in run.slices.iter().zip(run.parts(&update)?) {
+                updates.put(slice.param, slice.span.start, part);
             }
         }
         for (param, momentum) in &self.full_momentum {
@@ -105,12 +119,8 @@ impl Shard {
 
     /// Under `CopyToOwners` with a route that left slices only, the owners of a split parameter swap them here.
     fn whole_gradients(&self, channel: &mut Channel, reduced: &Reduced) -> Result<Fragments> {
-        let mut wholes = Fragments::new(self.device());
-        if self
-            .plan()
-            .exchange_kinds()
-            .contains(&ExchangeKind::Gradients)
-        {
+        let mut wholes = Fragments::new(DType::F32, self.device());
+        if self.exchanges.contains_key(&ExchangeKind::Gradients) {
             for slice in self
                 .owned
                 .iter()
@@ -119,63 +129,102 @@ impl Shard {
                 let gradient = reduced.slice(slice)?;
                 wholes.put(slice.param, slice.span.start, gradient);
             }
-            self.swap(channel, ExchangeKind::Gradients, DType::F32, &mut wholes)?;
+            let coming = self.send(ExchangeKind::Gradients, channel, &wholes)?;
+            self.receive(ExchangeKind::Gradients, coming, &mut wholes)?;
         }
         Ok(wholes)
     }
 
-    /// Gathers the matrices that this rank computes, orthogonalizes them, and brings results to their owners.
-    fn orthogonalize(
+    /// Those of the matrices that this rank computes whose gradient is there and not zero.
+    fn jobs(
         &self,
-        channel: &mut Channel,
-        updates: &mut Fragments,
+        rank: Rank,
         verdict: &Verdict,
-        muon: &MuonConfig,
-    ) -> Result<(Fragments, usize)> {
+        which: impl Fn(MatrixId) -> bool,
+    ) -> Vec<(ParamId, Matrix)> {
         let params = self.plan().params();
-        if self
-            .plan()
-            .exchange_kinds()
-            .contains(&ExchangeKind::Updates)
-        {
-            self.swap(channel, ExchangeKind::Updates, DType::F32, updates)?;
-        }
-        let jobs: Vec<_> = (self.plan().jobs(channel.rank()).iter())
-            .map(|id| (*id, params.matrix(*id)))
-            .filter(|(id, (param, _))| !verdict.zero[id.index()] && !verdict.absent[param.index()])
-            .map(|(_, job)| job)
-            .collect();
-        let matrices = jobs
-            .iter()
-            .map(|(param, matrix)| {
-                Ok(updates
-                    .read(*param, matrix.span)?
-                    .reshape((matrix.rows, matrix.cols))?)
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let mut results = Fragments::new(self.device());
-        for ((param, matrix), result) in jobs
-            .iter()
-            .zip(muon.newton_schulz.orthogonalize_all(&matrices)?)
-        {
-            results.put(*param, matrix.span.start, result.flatten_all()?);
-        }
-        if self.plan().policy() == Policy::AssignOwner {
-            let dtype = muon.newton_schulz.iterate.on(self.device());
-            self.swap(channel, ExchangeKind::Results, dtype, &mut results)?;
-        }
-        Ok((results, jobs.len()))
+        let jobs = self.plan().jobs(rank).iter().filter(|id| which(**id));
+        jobs.filter(|id| !verdict.zero[id.index()])
+            .map(|id| params.matrix(*id))
+            .filter(|(param, _)| !verdict.absent[param.index()])
+            .map(|(param, matrix)| (param, *matrix))
+            .collect()
     }
 
-    fn swap(
+    fn orthogonalize(
         &self,
-        channel: &mut Channel,
+        jobs: &[(ParamId, Matrix)],
+        updates: &Fragments,
+        results: &mut Fragments,
+        muon: &MuonConfig,
+    ) -> Result<()> {
+        let matrix = |(param, matrix): &(ParamId, Matrix)| {
+            let update = updates.read(*param, matrix.span)?;
+            Ok(update.reshape((matrix.rows, matrix.cols))?)
+        };
+        let matrices = jobs.iter().map(matrix).collect::<Result<Vec<_>>>()?;
+        let orthogonal = muon
+            .newton_schulz
+            .orthogonalize_all_as_iterated(&matrices)?;
+        for ((param, matrix), result) in jobs.iter().zip(orthogonal) {
+            results.put(*param, matrix.span.start, result.flatten_all()?);
+        }
+        Ok(())
+    }
+
+    /// Updates the masters of those matrices whose results are there.
+    fn apply(
+        &self,
+        results: &Fragments,
+        verdict: &Verdict,
+        muon: &MuonConfig,
+        which: impl Fn(MatrixId) -> bool,
+    ) -> Result<()> {
+        for slice in &self.owned {
+            let Some(matrix) = slice.matrix.filter(|matrix| which(*matrix)) else {
+                continue;
+            };
+            if skipped(verdict, slice) {
+                continue;
+            }
+            let (_, matrix) = self.plan().params().matrix(matrix);
+            let weights = flat::view(&self.masters[slice.block.index()], slice.in_shard())?;
+            let result = results.read(slice.param, slice.span)?;
+            let scale = muon.scale.factor(matrix.rows, matrix.cols);
+            apply_update(&weights, &result, scale, muon.lr, muon.weight_decay)?;
+        }
+        Ok(())
+    }
+
+    /// Starts an exchange, if it is one of the plan's.
+    fn send(
+        &self,
         kind: ExchangeKind,
-        dtype: DType,
+        channel: &mut Channel,
+        fragments: &Fragments,
+    ) -> Result<Option<Pending>> {
+        let exchange = self.exchanges.get(&kind);
+        exchange
+            .map(|exchange| exchange.send(channel, fragments))
+            .transpose()
+    }
+
+    /// Ends it.
+    fn receive(
+        &self,
+        kind: ExchangeKind,
+        coming: Option<Pending>,
         fragments: &mut Fragments,
     ) -> Result<()> {
-        let plan = self.plan().exchange(kind, channel.rank());
-        exchange(channel, &plan, dtype, self.device(), fragments)
+        match (self.exchanges.get(&kind), coming) {
+            (Some(exchange), Some(coming)) => exchange.receive(coming, fragments),
+            _ => Ok(()),
+        }
+    }
+
+    fn is_brought(&self, kind: ExchangeKind, matrix: MatrixId) -> bool {
+        let exchange = self.exchanges.get(&kind);
+        exchange.is_some_and(|exchange| exchange.brings(matrix))
     }
 
     fn adamw(
@@ -188,24 +237,19 @@ impl Shard {
         for (param, absent) in verdict.absent.iter().enumerate() {
             self.adamw_steps[param] += u64::from(!absent);
         }
-        for (slice, state) in self.owned.iter().zip(&self.state) {
-            let SliceState::Moments { first, second } = state else {
-                continue;
-            };
-            if skipped(verdict, slice) {
-                continue;
-            }
-            let gradient = reduced.slice(slice)?;
-            let gradient = mean(&gradient, factors(slice.param))?;
-            let weights = flat::view(&self.masters[slice.block.index()], slice.in_shard())?;
-            adamw_update(
-                &weights,
-                first,
-                second,
-                &gradient,
-                self.adamw_steps[slice.param.index()],
-                config,
-            )?;
+        let (stretches, [first, second]) = &self.adamw;
+        let treatment = |slice: &OwnedSlice| {
+            let (sum, step) = (reduced.place(slice), self.adamw_steps[slice.param.index()]);
+            (!skipped(verdict, slice)).then(|| (factors(slice.param), step, sum))
+        };
+        for ((factors, step, _), run) in stretches.iter().flat_map(|all| all.runs(treatment)) {
+            let gradient = mean(&reduced.run(&run)?, factors)?;
+            let weights = flat::view(&self.masters[run.block.index()], run.in_shard)?;
+            let (first, second) = (
+                flat::view(first, run.in_state)?,
+                flat::view(second, run.in_state)?,
+            );
+            adamw_update(&weights, &first, &second, &gradient, step, config)?;
         }
         Ok(())
     }

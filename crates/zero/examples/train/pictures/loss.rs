@@ -9,31 +9,37 @@ const LEFT: f64 = 56.0;
 const RIGHT: f64 = WIDTH - 24.0;
 const TOP: f64 = 64.0;
 const BOTTOM: f64 = HEIGHT - 52.0;
+/// The width of a character of the legend, nearly.
+const CHARACTER: f64 = 7.0;
 
-const SHARDED: &str = "#2f6fb5";
+const RUN: &str = "#2f6fb5";
 const HELD_OUT: &str = "#d1495b";
-const UNSHARDED: &str = "#e2a33d";
+const OTHER: &str = "#e2a33d";
 
-/// The curve of a sharded run, and of an unsharded one if there was one.
-pub(crate) fn loss(title: &str, sharded: &Curve, unsharded: Option<&Curve>) -> String {
+/// The curve of a run, and of another one, with its name, if there is one.
+pub(crate) fn loss(title: &str, run: &Curve, other: Option<(&str, &Curve)>) -> String {
     let mut canvas = Canvas::new(WIDTH, HEIGHT);
     canvas.text(LEFT - 32.0, 30.0, Anchor::Start, 16.0, INK, title);
-    let axes = Axes::of([Some(sharded), unsharded].into_iter().flatten());
+    let axes = Axes::of(
+        [Some(run), other.map(|(_, curve)| curve)]
+            .into_iter()
+            .flatten(),
+    );
     axes.draw(&mut canvas);
-    if let Some(unsharded) = unsharded {
+    if let Some((_, other)) = other {
         // Wide and below, so that it shows on both sides of the other, which should cover it.
         axes.training(
             &mut canvas,
-            unsharded,
-            &format!(r#"stroke="{UNSHARDED}" stroke-width="5" stroke-opacity="0.55""#),
+            other,
+            &format!(r#"stroke="{OTHER}" stroke-width="5" stroke-opacity="0.55""#),
         );
     }
     axes.training(
         &mut canvas,
-        sharded,
-        &format!(r#"stroke="{SHARDED}" stroke-width="1.4" stroke-linejoin="round""#),
+        run,
+        &format!(r#"stroke="{RUN}" stroke-width="1.4" stroke-linejoin="round""#),
     );
-    let points: Vec<_> = sharded
+    let points: Vec<_> = run
         .held_out
         .iter()
         .map(|point| axes.at(point.step as f64, point.loss))
@@ -45,18 +51,28 @@ pub(crate) fn loss(title: &str, sharded: &Curve, unsharded: Option<&Curve>) -> S
     for point in points {
         canvas.dot(point, 3.5, &format!(r##"fill="{HELD_OUT}" stroke="#fff""##));
     }
-    let mut legend = vec![("training", SHARDED, 2.0), ("held out", HELD_OUT, 2.0)];
-    legend.extend(unsharded.map(|_| ("training, unsharded", UNSHARDED, 5.0)));
-    for (index, (text, colour, width)) in legend.into_iter().enumerate() {
+    legend(&mut canvas, other.map(|(name, _)| name));
+    canvas.finish()
+}
+
+/// What the lines are, in the upper right corner.
+fn legend(canvas: &mut Canvas, other: Option<&str>) {
+    let mut lines = vec![
+        ("training".to_owned(), RUN, 2.0),
+        ("held out".to_owned(), HELD_OUT, 2.0),
+    ];
+    lines.extend(other.map(|name| (format!("training, {name}"), OTHER, 5.0)));
+    let longest = lines.iter().map(|(text, ..)| text.len()).max().unwrap_or(0);
+    let text_left = RIGHT - (CHARACTER * longest as f64).max(136.0);
+    for (index, (text, colour, width)) in lines.into_iter().enumerate() {
         let y = TOP + 18.0 + 20.0 * index as f64;
         canvas.line(
-            (RIGHT - 170.0, y),
-            (RIGHT - 144.0, y),
+            (text_left - 34.0, y),
+            (text_left - 8.0, y),
             &format!(r#"stroke="{colour}" stroke-width="{width}""#),
         );
-        canvas.text(RIGHT - 136.0, y + 4.0, Anchor::Start, 12.0, INK, text);
+        canvas.text(text_left, y + 4.0, Anchor::Start, 12.0, INK, text);
     }
-    canvas.finish()
 }
 
 /// From steps and losses to the sheet.

@@ -1,17 +1,19 @@
-//! Sharded runs over a covering set of all settings: each has the bits of the unsharded run wherever sums are exact,
-//! the same bits on all ranks, and exactly the calls that its plan predicts.
+//! Sharded runs over a covering set of all settings.
+
+mod loopback;
+#[cfg(feature = "nccl")]
+mod nccl;
 
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use polarshard_muon::Method;
-use polarshard_partition::{Placement, Policy, Rank, Route, Stage};
-use polarshard_testkit::model::{Draw, Model};
-use polarshard_testkit::reference::{Exact, Settings, Single};
+use polarshard_partition::{Placement, Policy, Route, Stage};
+use polarshard_testkit::model::{Draw, Model, StepGradients};
 use polarshard_zero::Config;
 
-use crate::support::{all_values64, close, config, same_bits, sharded, trained};
+use crate::support::config;
 
 const WORLDS: [usize; 5] = [1, 2, 3, 4, 8];
 /// Where every placement, route and policy is run in both stages.
@@ -94,6 +96,32 @@ impl Case {
             (a + 1..FACTORS).flat_map(move |b| (b + 1..FACTORS).map(move |c| [a, b, c]))
         });
         numbers.map(move |numbers| numbers.map(|number| at[number]))
+    }
+}
+
+impl Case {
+    /// The settings of its run on a model.
+    fn config(&self, model: &Model) -> Result<Config> {
+        let mut config = Config {
+            stage: self.stage,
+            placement: self.placement,
+            route: self.route,
+            policy: self.policy,
+            accumulate: NonZeroUsize::new(self.accumulate)
+                .context("a case without micro-batches")?,
+            overlap: self.overlap,
+            bucket_size: NonZeroUsize::new(self.bucket_size).context("a case without buckets")?,
+            ..config(model)
+        };
+        config.muon.newton_schulz.method = self.method;
+        Ok(config)
+    }
+
+    /// The gradients of all steps.
+    fn gradients(&self, model: &Model) -> candle_core::Result<Vec<StepGradients>> {
+        (0..STEPS)
+            .map(|step| model.gradients(self.draw, SEED, step, self.accumulate, self.world))
+            .collect()
     }
 }
 
@@ -199,116 +227,4 @@ fn the_cases_cover_every_pair_and_triple_of_settings() {
             }
         }
     }
-}
-
-#[test]
-fn world_1() -> Result<()> {
-    all_of(1)
-}
-
-#[test]
-fn world_2() -> Result<()> {
-    all_of(2)
-}
-
-#[test]
-fn world_3() -> Result<()> {
-    all_of(3)
-}
-
-#[test]
-fn world_4() -> Result<()> {
-    all_of(4)
-}
-
-#[test]
-fn world_8() -> Result<()> {
-    all_of(8)
-}
-
-/// Ranks that own nothing, and padding on several of them.
-#[test]
-fn ranks_without_elements() -> Result<()> {
-    let model = Model::nearly_nothing();
-    for world in [3, 8] {
-        for placement in Placement::ALL {
-            for route in Route::ALL {
-                for policy in Policy::ALL {
-                    let case = Case::new(world, placement, route, policy, Stage::Two, world);
-                    let owners = run(&case, &model)?;
-                    assert!(owners < world, "{case:?}: every rank owns something");
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
-fn all_of(world: usize) -> Result<()> {
-    let model = Model::everything();
-    for case in cases().iter().filter(|case| case.world == world) {
-        run(case, &model)?;
-    }
-    Ok(())
-}
-
-/// Runs a case and checks everything. Returns how many ranks own an element.
-fn run(case: &Case, model: &Model) -> Result<usize> {
-    check(case, model).with_context(|| format!("{case:?}"))
-}
-
-fn check(case: &Case, model: &Model) -> Result<usize> {
-    let mut config = Config {
-        stage: case.stage,
-        placement: case.placement,
-        route: case.route,
-        policy: case.policy,
-        accumulate: NonZeroUsize::new(case.accumulate).context("a case without micro-batches")?,
-        overlap: case.overlap,
-        bucket_size: NonZeroUsize::new(case.bucket_size).context("a case without buckets")?,
-        ..config(model)
-    };
-    config.muon.newton_schulz.method = case.method;
-    let initial = model.initial(SEED)?;
-    let names = trained(model, &initial);
-    let steps = (0..STEPS)
-        .map(|step| model.gradients(case.draw, SEED, step, case.accumulate, case.world))
-        .collect::<candle_core::Result<Vec<_>>>()?;
-    let seen = sharded(case.world, model, &initial, &config, &steps)?;
-
-    let mut single = Single::new(&names, Settings::of(&config))?;
-    let mut exact = Exact::new(&names, Settings::of(&config))?;
-    for (step, gradients) in steps.iter().enumerate() {
-        single.step(gradients)?;
-        exact.step(gradients)?;
-        let (found, expected) = (&seen[0].weights[step], single.weights()?);
-        let at = || format!("after step {step}");
-        // Ranks are added in their order in both, so that stage 2 adds in the very order of the unsharded run.
-        if case.draw == Draw::Integers || case.stage == Stage::Two || case.accumulate == 1 {
-            same_bits(&names, found, &expected).with_context(at)?;
-        } else {
-            close(&names, found, &all_values64(&expected)?, 1e-5).with_context(at)?;
-        }
-        close(&names, found, &exact.weights, 1e-3)
-            .context("against f64")
-            .with_context(at)?;
-        for other in &seen[1..] {
-            same_bits(&names, &other.weights[step], found).with_context(at)?;
-        }
-    }
-    for (rank, seen) in seen.iter().enumerate() {
-        let predicted = seen.plan.predict(Rank(rank), &seen.terms).calls;
-        for (step, calls) in seen.calls.iter().enumerate() {
-            ensure!(
-                *calls == predicted,
-                "rank {rank}, step {step}: {calls:?} instead of {predicted:?}"
-            );
-        }
-    }
-    let layout = seen[0].plan.layout();
-    Ok(layout
-        .world()
-        .ranks()
-        .filter(|rank| layout.rank_slices(*rank).next().is_some())
-        .count())
 }

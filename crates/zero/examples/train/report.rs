@@ -1,0 +1,88 @@
+//! What a run comes to: the tables, the pictures, and whether all is as it should be.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::compare::{self, Furthest};
+use crate::curve::Curve;
+use crate::options::Options;
+use crate::pictures;
+use crate::saved::Saved;
+use crate::table;
+use crate::text::Text;
+use crate::train::Run;
+
+/// Tells of a run that took this long, and draws it, beside an earlier one's curve if there is one.
+///
+/// # Errors
+/// If the ranks ended with different weights or sent something else than the plan foresaw.
+pub(crate) fn tell(
+    options: &Options,
+    text: &Text,
+    run: &Run,
+    took: Duration,
+    beside: Option<Saved>,
+) -> Result<()> {
+    let ranks = &run.accounts;
+    let curve = Curve::mean(&ranks.iter().map(|rank| &rank.curve).collect::<Vec<_>>());
+    let (before, after) = curve.ends().context("the held-out text was never read")?;
+    let (steps, world) = (options.steps.get(), run.plan.layout().world());
+    println!(
+        "{steps} steps on {world} ranks in {:.0} s",
+        took.as_secs_f64()
+    );
+    println!("held-out loss: {before:.3} before, {after:.3} after, nats a byte\n");
+    println!("{}", table::memory(ranks));
+    let (traffic, as_predicted) = table::traffic(ranks, world, steps);
+    println!("{traffic}");
+
+    let mut other = beside;
+    if options.compare {
+        let unsharded = compare::train(options, text, run)?;
+        let Furthest { name, distance } = &unsharded.furthest;
+        println!(
+            "furthest from unsharded training: an element of {name}, by {distance:.1e} of its norm"
+        );
+        other = Some(Saved {
+            title: "unsharded".to_owned(),
+            curve: unsharded.curve,
+        });
+    }
+    draw(options, run, curve, other.as_ref())?;
+
+    let identical = ranks.iter().all(|rank| rank.identical);
+    let times = match steps.checked_div(options.verify_every) {
+        Some(times) => format!(", and {times} times on the way"),
+        None => String::new(),
+    };
+    println!(
+        "replicas identical: {}{times}",
+        if identical { "yes" } else { "no" }
+    );
+    ensure!(identical, "the ranks ended with different weights");
+    ensure!(
+        as_predicted,
+        "the ranks sent something else than the plan foresaw"
+    );
+    Ok(())
+}
+
+/// Writes the pictures and the curve.
+fn draw(options: &Options, run: &Run, curve: Curve, other: Option<&Saved>) -> Result<()> {
+    let title = options.title(run.plan.layout().world());
+    let other = other.map(|other| (other.title.as_str(), &other.curve));
+    for (name, picture) in [
+        ("loss.svg", pictures::loss(&title, &curve, other)),
+        ("layout.svg", pictures::layout(&run.plan)),
+    ] {
+        let path = options.out.join(name);
+        fs::write(&path, picture).with_context(|| format!("cannot write {}", path.display()))?;
+        println!("picture: {}", path.display());
+    }
+    let path = options.out.join("loss.json");
+    Saved { title, curve }.write(&path)?;
+    println!("curve: {}", path.display());
+    Ok(())
+}

@@ -1,0 +1,53 @@
+//! The file of a run's curve.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::curve::Curve;
+
+/// A curve, and what it is of.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Saved {
+    pub(crate) title: String,
+    pub(crate) curve: Curve,
+}
+
+impl Saved {
+    pub(crate) fn write(&self, path: &Path) -> Result<()> {
+        let json = serde_json::to_string(self)?;
+        fs::write(path, json).with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        let json = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        serde_json::from_slice(&json)
+            .with_context(|| format!("{} is no curve of an earlier run", path.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read() {
+        let json = r#"{"title":"Muon on 2 ranks","curve":{"training":[5.5,2.25],"held_out":[{"step":2,"loss":2.5,"sequences":64}]}}"#;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("loss.json");
+        fs::write(&path, json).unwrap();
+        let saved = Saved::read(&path).unwrap();
+        assert_eq!(saved.curve.training, [5.5, 2.25]);
+        saved.write(&path).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), json);
+
+        fs::write(&path, "5.5,2.25").unwrap();
+        let error = Saved::read(&path).unwrap_err().to_string();
+        assert!(
+            error.ends_with("loss.json is no curve of an earlier run"),
+            "{error}"
+        );
+    }
+}
