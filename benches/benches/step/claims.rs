@@ -1,5 +1,5 @@
-//! Two properties of a step, shown on the device: the host waits for it once, at the decision, and its buffers are made
-//! once.
+//! Properties of a step, shown on the device: the host waits for it once, at the decision; its buffers are made once; all
+//! ranks end with the same bits.
 
 use anyhow::{Context, Result};
 use candle_core::Device;
@@ -18,6 +18,8 @@ pub(crate) fn measure(comm: &mut Timed, model: &Model, device: &Device) -> Resul
     let mut job = Job::new(comm, model, config(), device)?;
     host_runs_ahead(comm, &mut job, device)?;
     memory_is_constant(comm, &mut job, device)?;
+    job.optimizer.verify_replicas()?;
+    say(comm, "the weights of all ranks have the same bits");
     Ok(job.optimizer.shutdown()?)
 }
 

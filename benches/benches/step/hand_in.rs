@@ -210,6 +210,7 @@ fn planned(job: &Job, link: f64) -> Result<f64> {
     let costs = Costs {
         link_bytes_per_second: link,
         flops_per_second: FLOPS,
+        call_seconds: 0.0,
         memory_limit: None,
     };
     let (params, world) = (plan.params(), plan.layout().world());

@@ -1,6 +1,5 @@
 //! The backend of one process: ranks are threads.
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread;
@@ -9,6 +8,7 @@ use std::time::Duration;
 use polarshard_partition::{Rank, WorldSize};
 
 use crate::parts::Parts;
+use crate::ranks::panic_message;
 use crate::rendezvous::Rendezvous;
 use crate::{Called, Communicator, Completion, Departure, Error, Pause, Pending, Request, Started};
 
@@ -210,16 +210,5 @@ impl Completion for InFlight {
             |_| self.ended.get().cloned(),
             |state, deadline| Err(state.expire(&self.started, deadline)),
         )
-    }
-}
-
-/// What a panic said.
-pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
-    if let Some(message) = panic.downcast_ref::<&str>() {
-        (*message).to_owned()
-    } else if let Some(message) = panic.downcast_ref::<String>() {
-        message.clone()
-    } else {
-        "no message".to_owned()
     }
 }

@@ -1,10 +1,9 @@
 //! Runs ranks as threads.
 
+use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
-
-use crate::loopback::panic_message;
 
 /// candle's backward recurses over the graph: the default of 2 MiB is too small for deep models.
 const STACK_BYTES: usize = 64 << 20;
@@ -92,4 +91,12 @@ fn outcome<T, E>(rank: impl FnOnce() -> Result<T, E>) -> Outcome<T, E> {
         Ok(Err(error)) => Outcome::Failed(error),
         Err(panic) => Outcome::Panicked(panic_message(&*panic)),
     }
+}
+
+/// What a panic said, as far as it is text.
+#[must_use]
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "no message".to_owned())
 }

@@ -13,6 +13,8 @@ pub struct Costs {
     pub link_bytes_per_second: f64,
     /// FLOPs of Newton-Schulz that a rank does in a second.
     pub flops_per_second: f64,
+    /// Seconds that a call takes beside those of its bytes; 0 leaves calls out of account.
+    pub call_seconds: f64,
     /// Bytes that a rank may hold; `None` is any number.
     pub memory_limit: Option<Bytes>,
 }
@@ -30,10 +32,12 @@ pub struct Candidate {
     pub bytes: u64,
     /// FLOPs of Newton-Schulz on the slowest rank.
     pub flops: u64,
+    /// Calls in a step of the rank with most.
+    pub calls: u64,
     /// What the rank with most holds.
     pub memory: Bytes,
-    /// `bytes / W / link_bytes_per_second + flops / flops_per_second`: without latencies and
-    /// overlap, so good for comparing candidates only.
+    /// `bytes / W / link_bytes_per_second + flops / flops_per_second + calls · call_seconds`:
+    /// without overlap, so good for comparing candidates only.
     pub seconds: f64,
 }
 
@@ -42,7 +46,7 @@ pub struct Candidate {
 /// [`Placement::ALL`], [`Route::ALL`] and [`Policy::ALL`].
 ///
 /// # Errors
-/// [`Error::Cost`] if a cost is not a positive number, [`Error::MemoryLimit`] if nothing is within
+/// [`Error::Cost`] if a speed is not a positive number or a call's time a negative one, [`Error::MemoryLimit`] if nothing is within
 /// the limit, [`Error::TooLarge`] as [`Layout::new`].
 pub fn plan_best(
     params: &Params,
@@ -56,6 +60,9 @@ pub fn plan_best(
         costs.link_bytes_per_second,
     )?;
     check("a rank's speed in FLOPs per second", costs.flops_per_second)?;
+    if costs.call_seconds != 0.0 {
+        check("a call's time in seconds", costs.call_seconds)?;
+    }
     let mut candidates = Vec::new();
     for placement in Placement::ALL {
         let layout = Layout::new(params, world, placement, bucket_size)?;
@@ -98,26 +105,33 @@ fn check(what: &'static str, value: f64) -> Result<(), Error> {
 fn candidate(plan: &Plan, terms: &Terms, costs: &Costs) -> Candidate {
     let world = plan.layout().world();
     let mut traffic = Traffic::default();
-    plan.reductions(terms)
-        .iter()
-        .for_each(|call| traffic.add(world, call));
-    plan.gathers().for_each(|call| traffic.add(world, &call));
-    world
-        .ranks()
-        .flat_map(|rank| plan.sends(rank, terms))
-        .for_each(|call| traffic.add(world, &call));
+    let common: Vec<_> = plan
+        .reductions(terms)
+        .into_iter()
+        .chain(plan.gathers())
+        .collect();
+    common.iter().for_each(|call| traffic.add(world, call));
+    let mut most_sends = 0;
+    for rank in world.ranks() {
+        let sends = plan.sends(rank, terms);
+        most_sends = sends.len().max(most_sends);
+        sends.iter().for_each(|call| traffic.add(world, call));
+    }
+    let calls = (common.len() + most_sends) as u64;
     let bytes = traffic.total().bytes;
     let most = |count: &dyn Fn(Rank) -> u64| world.ranks().map(count).max().unwrap_or(0);
     let flops = most(&|rank| plan.flops(rank));
     let memory = Bytes(most(&|rank| plan.memory(rank, terms).total().0));
     let seconds = bytes as f64 / world.get() as f64 / costs.link_bytes_per_second
-        + flops as f64 / costs.flops_per_second;
+        + flops as f64 / costs.flops_per_second
+        + calls as f64 * costs.call_seconds;
     Candidate {
         placement: plan.layout().placement(),
         route: plan.route(),
         policy: plan.policy(),
         bytes,
         flops,
+        calls,
         memory,
         seconds,
     }

@@ -12,7 +12,7 @@ use cudarc::driver::CudaStream;
 use super::marks::Mark;
 use super::memory::{self, Stage, Staged};
 use super::raw::Raw;
-use crate::loopback::panic_message;
+use crate::ranks::panic_message;
 use crate::tether::Link;
 use crate::{Error, Request, Started};
 

@@ -9,8 +9,8 @@ use cudarc::nccl::sys::ncclDataType_t;
 
 use super::raw::Memory;
 
-/// Brings buffers that lie on the host to the device and back. It keeps the memory of those that are back for the next:
-/// to allocate takes longer than to copy.
+/// Brings buffers that lie on the host to the device and back. It keeps the memory of those that are back for the next, so
+/// that a step allocates nothing.
 #[derive(Debug)]
 pub(super) struct Stage {
     /// With nothing else on it: copies from and to the host may wait for what is.

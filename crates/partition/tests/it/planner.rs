@@ -14,6 +14,7 @@ use crate::models;
 const COSTS: Costs = Costs {
     link_bytes_per_second: 50e9,
     flops_per_second: 400e12,
+    call_seconds: 20e-6,
     memory_limit: None,
 };
 
@@ -41,7 +42,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
     fn every_combination_is_predicted(params in strategies::params(), world in strategies::world(), size in strategies::bucket_size(), terms in strategies::terms()) {
-        let costs = Costs { link_bytes_per_second: 1e3, flops_per_second: 1e5, memory_limit: None };
+        let costs = Costs { link_bytes_per_second: 1e3, flops_per_second: 1e5, call_seconds: 1e-2, memory_limit: None };
         let candidates = plan_best(&params, world, size, &terms, &costs).unwrap();
         let combinations: BTreeSet<_> = candidates.iter().map(|c| (c.placement, c.route, c.policy)).collect();
         prop_assert_eq!((candidates.len(), combinations.len()), (36, 36));
@@ -51,9 +52,10 @@ proptest! {
             let predictions: Vec<_> = world.ranks().map(|rank| plan.predict(rank, &terms)).collect();
             let calls: Vec<_> = predictions.iter().map(|prediction| prediction.calls.clone()).collect();
             prop_assert_eq!(candidate.bytes, Traffic::of(world, &calls).total().bytes);
+            prop_assert_eq!(Some(candidate.calls), calls.iter().map(|calls| calls.len() as u64).max());
             prop_assert_eq!(Some(candidate.flops), predictions.iter().map(|prediction| prediction.flops).max());
             prop_assert_eq!(Some(candidate.memory), predictions.iter().map(|prediction| prediction.memory.total()).max());
-            let seconds = candidate.bytes as f64 / world.get() as f64 / 1e3 + candidate.flops as f64 / 1e5;
+            let seconds = candidate.bytes as f64 / world.get() as f64 / 1e3 + candidate.flops as f64 / 1e5 + candidate.calls as f64 * 1e-2;
             prop_assert!((candidate.seconds - seconds).abs() <= 1e-12 * seconds);
         }
         let sorted = candidates.is_sorted_by(|a, b| {
@@ -82,6 +84,7 @@ fn slow_ranks_assign_each_matrix_to_one() {
 fn slow_links_reduce_to_owners_or_scatter() {
     let costs = Costs {
         link_bytes_per_second: 1e9,
+        call_seconds: 0.0,
         ..COSTS
     };
     let candidates = best(&models::gpt2_124m(), 8, &costs).unwrap();
@@ -91,6 +94,20 @@ fn slow_links_reduce_to_owners_or_scatter() {
     assert!(once(&candidates[0]));
     let least = candidates.iter().map(|candidate| candidate.bytes).min();
     assert_eq!(least, Some(candidates[0].bytes));
+}
+
+/// A bucket is one reduce-scatter, or a reduction to each of its owners, of nearly the same bytes.
+#[test]
+fn slow_calls_scatter() {
+    let candidates = best(&models::gpt2_124m(), 8, &COSTS).unwrap();
+    assert_eq!(candidates[0].route, Route::ReduceScatter);
+    let to_owners = |candidate: &&Candidate| {
+        let alike = (candidate.placement, candidate.policy);
+        candidate.route == Route::ReduceToOwner
+            && alike == (candidates[0].placement, candidates[0].policy)
+    };
+    let other = candidates.iter().find(to_owners).unwrap();
+    assert!(other.calls > candidates[0].calls && other.seconds > candidates[0].seconds);
 }
 
 #[test]
@@ -136,6 +153,23 @@ fn candidates_over_the_memory_limit_are_left_out() {
 #[test]
 fn costs_must_be_positive_numbers() {
     let params = models::gpt2_124m();
+    for call_seconds in [-1.0, f64::NAN, f64::INFINITY] {
+        let error = best(
+            &params,
+            8,
+            &Costs {
+                call_seconds,
+                ..COSTS
+            },
+        )
+        .unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .starts_with("a call's time in seconds of "),
+            "{error}"
+        );
+    }
     for value in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let error = best(
             &params,

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use polarshard_comm::Pause;
+use polarshard_comm::ranks::panic_message;
 use polarshard_muon::RoutingTable;
 use polarshard_partition::{Plan, Rank};
 
@@ -303,12 +304,9 @@ fn differentiate(loss: &Tensor, rank: Rank) -> Result<()> {
             rank,
             source: Arc::new(error),
         }),
-        Err(panic) => {
-            let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-            let message = text
-                .or_else(|| panic.downcast_ref::<String>().cloned())
-                .unwrap_or_default();
-            Err(Error::BackwardPanic { rank, message })
-        }
+        Err(panic) => Err(Error::BackwardPanic {
+            rank,
+            message: panic_message(&*panic),
+        }),
     }
 }
