@@ -3,8 +3,16 @@
 //!
 //! `cargo bench -p polarshard-benches --features cuda --bench newton_schulz` prints milliseconds from
 //! bf16 matrices to f16 results, five steps of the default coefficients; `f32` is to f32 results. Times
-//! are medians on the device, of calls that follow each other without a wait.
+//! are medians on the device, of calls that follow each other without a wait, in groups of at least a
+//! millisecond. `peers/newton_schulz.py` times the peers in the same way.
+//!
+//! From n = 2048 on, `share` is the rate of all FLOPs that our kernels execute, over that of cuBLAS on
+//! n × n × n in f16, both sustained: power sets the pace of both.
 
+use std::thread;
+use std::time::Duration;
+
+use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::{DType, Device, Result, Tensor};
 use polarshard_muon::{Kernels, NewtonSchulz};
@@ -79,8 +87,8 @@ fn main() -> Result<()> {
     let device = Device::new_cuda_with_stream(0)?;
     println!("milliseconds; `ceiling` is the floor's FLOPs at what cuBLAS reaches on n x n x n");
     print!(
-        "{:>18} {:>8} {:>8} {:>8} {:>8} {:>8}",
-        "", "ours", "f32", "cublas", "floor", "ceiling"
+        "{:>18} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6}",
+        "", "ours", "f32", "cublas", "floor", "ceiling", "share"
     );
     for peer in PEERS {
         print!(" {peer:>8}");
@@ -90,12 +98,18 @@ fn main() -> Result<()> {
     for Row { batch, n, m, peers } in &ROWS {
         let times = measure(*batch, *n, *m, &device)?;
         let floor = floor_flops(*batch, *n, *m) / 790e12 * 1e3;
-        let ceiling = floor_flops(*batch, *n, *m) / cublas_rate(*batch, *n, &device)? * 1e3;
+        let rate = cublas_rate(*batch, *n, &device)?;
+        let ceiling = floor_flops(*batch, *n, *m) / rate * 1e3;
         print!("{:>18}", format!("{batch} x {n} x {m}"));
         print!(
             " {:>8.3} {:>8.3} {:>8.3} {floor:>8.3} {ceiling:>8.3}",
             times.ours, times.ours_to_f32, times.cublas
         );
+        if *n >= 2048 {
+            print!(" {:>6.2}", times.rate / rate);
+        } else {
+            print!(" {:>6}", "");
+        }
         for peer in peers {
             match peer {
                 Some(peer) => print!(" {peer:>8.3}"),
@@ -134,10 +148,14 @@ struct Times {
     ours: f64,
     ours_to_f32: f64,
     cublas: f64,
+    /// FLOPs that are executed in a second.
+    rate: f64,
     choice: String,
 }
 
 fn measure(batch: usize, rows: usize, cols: usize, device: &Device) -> Result<Times> {
+    // A card that was hot keeps its clocks low for a while.
+    thread::sleep(Duration::from_millis(500));
     let matrices = (0..batch)
         .map(|_| Tensor::randn(0f32, 1f32, (rows, cols), device)?.to_dtype(DType::BF16))
         .collect::<Result<Vec<_>>>()?;
@@ -146,8 +164,8 @@ fn measure(batch: usize, rows: usize, cols: usize, device: &Device) -> Result<Ti
         kernels: Kernels::Cublas,
         ..ns.clone()
     };
-    let as_iterated = |ns: &NewtonSchulz| {
-        median(device, || {
+    let as_iterated = |ns: &NewtonSchulz, warm: f64| {
+        median(device, warm, || {
             ns.orthogonalize_all_as_iterated(&matrices)?;
             Ok(())
         })
@@ -157,10 +175,12 @@ fn measure(batch: usize, rows: usize, cols: usize, device: &Device) -> Result<Ti
         Ok(())
     };
     let choice = ns.choice(device, batch, rows, cols)?;
+    let flops = choice.map_or(0, |choice| choice.flops) as f64;
     Ok(Times {
-        ours: as_iterated(&ns)?,
-        ours_to_f32: median(device, to_f32)?,
-        cublas: as_iterated(&cublas)?,
+        ours: as_iterated(&ns, BRIEFLY)?,
+        ours_to_f32: median(device, BRIEFLY, to_f32)?,
+        cublas: as_iterated(&cublas, BRIEFLY)?,
+        rate: flops / (as_iterated(&ns, LONG)? * 1e-3),
         choice: choice.map_or_else(String::new, |choice| choice.to_string()),
     })
 }
@@ -176,13 +196,17 @@ fn floor_flops(batch: usize, n: usize, m: usize) -> f64 {
 /// FLOPs a second of a stack of n × n products by cuBLAS in f16.
 fn cublas_rate(batch: usize, n: usize, device: &Device) -> Result<f64> {
     let x = Tensor::randn(0f32, 1f32, (batch, n, n), device)?.to_dtype(DType::F16)?;
-    let milliseconds = median(device, || x.matmul(&x).map(|_| ()))?;
+    let milliseconds = median(device, LONG, || x.matmul(&x).map(|_| ()))?;
     Ok(2.0 * batch as f64 * (n as f64).powi(3) / (milliseconds * 1e-3))
 }
 
+/// Milliseconds of calls before those that are timed: a few, or until the clocks have settled.
+const BRIEFLY: f64 = 2.0;
+const LONG: f64 = 150.0;
+
 /// The median time on the device of a call among others, in milliseconds.
-fn median(device: &Device, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
-    const RUNS: usize = 20;
+fn median(device: &Device, warm: f64, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+    const GROUPS: usize = 20;
     let stream = device.as_cuda_device()?.cuda_stream();
     let event = || {
         let timed = CUevent_flags::CU_EVENT_DEFAULT;
@@ -190,23 +214,29 @@ fn median(device: &Device, mut call: impl FnMut() -> Result<()>) -> Result<f64> 
             .record_event(Some(timed))
             .map_err(candle_core::Error::wrap)
     };
-    for _ in 0..3 {
-        call()?;
-    }
+    let mut group = |calls: usize| -> Result<()> { (0..calls).try_for_each(|_| call()) };
+    let between = |a: &CudaEvent, b: &CudaEvent| -> Result<f64> {
+        let time = a.elapsed_ms(b).map_err(candle_core::Error::wrap)?;
+        Ok(f64::from(time))
+    };
+    group(2)?;
+    let start = event()?;
+    group(2)?;
+    let end = event()?;
     device.synchronize()?;
+    let rough = between(&start, &end)? / 2.0;
+    let calls = (1.0 / rough).ceil().clamp(1.0, 50.0) as usize;
+    group((warm / rough) as usize)?;
     let mut events = vec![event()?];
-    for _ in 0..RUNS {
-        call()?;
+    for _ in 0..GROUPS {
+        group(calls)?;
         events.push(event()?);
     }
     device.synchronize()?;
-    let mut times = Vec::with_capacity(RUNS);
+    let mut times = Vec::with_capacity(GROUPS);
     for pair in events.windows(2) {
-        let time = pair[0]
-            .elapsed_ms(&pair[1])
-            .map_err(candle_core::Error::wrap)?;
-        times.push(f64::from(time));
+        times.push(between(&pair[0], &pair[1])? / calls as f64);
     }
     times.sort_by(f64::total_cmp);
-    Ok(times[RUNS / 2])
+    Ok(times[GROUPS / 2])
 }

@@ -1,13 +1,13 @@
-//! Which method, kernels, tiles and launches a batch on a CUDA device gets: from its shape and the
+//! Which method, kernels and tiles a batch on a CUDA device gets: from its shape and the
 //! device, by a few measured numbers, never by a search while running.
 
 use std::fmt;
 
 use candle_core::DType;
 
-use crate::hopper::deal::Deal;
 use crate::hopper::program::{flops, program};
-use crate::hopper::tiles::{Region, Width};
+use crate::hopper::schedule::Schedule;
+use crate::hopper::workspace::Batch;
 use crate::{Kernels, Method, NewtonSchulz};
 
 /// How a batch of matrices of one shape is orthogonalized on a CUDA device.
@@ -23,6 +23,10 @@ pub struct Choice {
     pub dtype: DType,
     /// What computes them.
     pub products: Products,
+    /// Floating-point operations that are executed for the batch, a multiply-add counted as two: of a
+    /// symmetric product by the kernels for Hopper a half, and what they compute beyond its diagonal
+    /// and beyond edges.
+    pub flops: u64,
 }
 
 /// What computes the products of a [`Choice`].
@@ -37,8 +41,8 @@ pub enum Products {
         square: usize,
         /// The same of the n × m products.
         wide: usize,
-        /// Whether the products are launched as one captured graph from their second run on.
-        graph: bool,
+        /// In how many launches the products are computed.
+        launches: usize,
     },
 }
 
@@ -50,13 +54,16 @@ impl fmt::Display for Choice {
             Products::Hopper {
                 square,
                 wide,
-                graph,
+                launches,
             } => {
-                let graph = if graph { ", as a graph" } else { "" };
                 write!(
                     f,
-                    " by hopper kernels in tiles of {square} and {wide} columns{graph}"
-                )
+                    " by hopper kernels in tiles of {square} and {wide} columns"
+                )?;
+                match launches {
+                    1 => write!(f, ", in one launch"),
+                    _ => write!(f, ", in {launches} launches"),
+                }
             }
         }
     }
@@ -86,9 +93,6 @@ impl Gpu {
 /// `Standard`. It has more products, and smaller ones, which small matrices feel.
 const GRAM_OVERHEAD: [(usize, u64); 2] = [(0, 125), (1025, 110)];
 
-/// Products with fewer FLOPs on average take a device less time than a host takes to launch them.
-const LAUNCH_BOUND_FLOPS: u64 = 4_000_000_000;
-
 impl NewtonSchulz {
     /// Whether the kernels for Hopper are to be taken, on a device that may have them or not.
     pub(crate) fn takes_hopper_kernels(&self, gpu: Gpu, dtype: DType) -> bool {
@@ -112,13 +116,6 @@ impl NewtonSchulz {
         if gram { Method::Gram } else { Method::Standard }
     }
 
-    /// Whether `count` n × m matrices, n ≤ m, are bound by launches.
-    pub(crate) fn is_launch_bound(&self, count: usize, n: usize, m: usize) -> bool {
-        let rows = self.coefficients.steps(self.steps);
-        let program = program(self.chosen_on_hopper(n, m), &rows);
-        count as u64 * flops(&program, n, m) < LAUNCH_BOUND_FLOPS * program.len() as u64
-    }
-
     /// The choice for `count` matrices of `rows` × `cols`, at least one of each.
     pub(crate) fn choose(
         &self,
@@ -129,23 +126,32 @@ impl NewtonSchulz {
         cols: usize,
     ) -> Choice {
         if !self.takes_hopper_kernels(gpu, dtype) {
-            let (method, products) = (self.chosen(rows, cols), Products::Cublas);
             return Choice {
-                method,
+                method: self.chosen(rows, cols),
                 dtype,
-                products,
+                products: Products::Cublas,
+                flops: count as u64 * self.flops(rows, cols),
             };
         }
         let (n, m) = (rows.min(cols), rows.max(cols));
-        let width = |region| -> Width { Deal::new(region, count, gpu.clusters()).width };
+        let method = self.chosen_on_hopper(n, m);
+        let batch = Batch {
+            n,
+            m,
+            wide: count,
+            tall: 0,
+        };
+        let program = program(method, &self.coefficients.steps(self.steps));
+        let schedule = Schedule::new(&program, batch, gpu.clusters());
         Choice {
-            method: self.chosen_on_hopper(n, m),
+            method,
             dtype,
             products: Products::Hopper {
-                square: width(Region::Symmetric { n }).columns(),
-                wide: width(Region::Full { rows: n, cols: m }).columns(),
-                graph: self.is_launch_bound(count, n, m),
+                square: schedule.square.columns(),
+                wide: schedule.wide.columns(),
+                launches: schedule.launches.len(),
             },
+            flops: schedule.flops(&program, batch),
         }
     }
 }
@@ -159,56 +165,33 @@ mod tests {
         multiprocessors: 132,
     };
 
+    /// The method, the columns of tiles, and the number of launches.
     fn choose(count: usize, rows: usize, cols: usize) -> String {
-        let ns = NewtonSchulz::default();
-        ns.choose(H200, DType::F16, count, rows, cols).to_string()
+        let choice = NewtonSchulz::default().choose(H200, DType::F16, count, rows, cols);
+        let Products::Hopper {
+            square,
+            wide,
+            launches,
+        } = choice.products
+        else {
+            return choice.to_string();
+        };
+        format!(
+            "{} in tiles of {square} and {wide}, {launches}",
+            choice.method
+        )
     }
 
     #[test]
     fn shapes_get_what_was_fastest_when_measured() {
         for (count, rows, cols, expected) in [
-            (
-                1,
-                1024,
-                1024,
-                "standard in f16 by hopper kernels in tiles of 64 and 64 columns, as a graph",
-            ),
-            (
-                1,
-                2048,
-                2048,
-                "standard in f16 by hopper kernels in tiles of 192 and 256 columns",
-            ),
-            (
-                1,
-                4096,
-                4096,
-                "standard in f16 by hopper kernels in tiles of 256 and 256 columns",
-            ),
-            (
-                1,
-                8192,
-                2048,
-                "gram in f16 by hopper kernels in tiles of 192 and 256 columns",
-            ),
-            (
-                12,
-                768,
-                768,
-                "standard in f16 by hopper kernels in tiles of 256 and 256 columns",
-            ),
-            (
-                12,
-                768,
-                3072,
-                "gram in f16 by hopper kernels in tiles of 256 and 256 columns",
-            ),
-            (
-                24,
-                1024,
-                4096,
-                "gram in f16 by hopper kernels in tiles of 256 and 256 columns",
-            ),
+            (1, 1024, 1024, "standard in tiles of 64 and 64, 15"),
+            (1, 2048, 2048, "standard in tiles of 192 and 256, 15"),
+            (1, 4096, 4096, "standard in tiles of 256 and 256, 15"),
+            (1, 8192, 2048, "gram in tiles of 256 and 256, 17"),
+            (12, 768, 768, "standard in tiles of 256 and 256, 1"),
+            (12, 768, 3072, "gram in tiles of 256 and 256, 1"),
+            (24, 1024, 4096, "gram in tiles of 256 and 256, 1"),
         ] {
             assert_eq!(
                 choose(count, rows, cols),

@@ -50,6 +50,7 @@ pub(crate) fn hyper_parameters(config: &Config, device: &Device) -> Digest {
     let digest = DigestWriter::new()
         .str(&muon.scale.to_string())
         .str(&iteration.method.to_string())
+        .str(&iteration.kernels.to_string())
         .str(iteration.iterate.on(device).as_str())
         .u64(u64::from(muon.nesterov))
         .u64(clip.map_or(0, f64::to_bits));

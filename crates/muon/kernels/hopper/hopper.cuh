@@ -59,6 +59,36 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Whether a phase is over, without waiting.
+__device__ __forceinline__ bool barrier_is_done(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// ---- Counts in global memory ----
+
+// Takes one from a count, after all that this thread has written or knows to be written.
+__device__ __forceinline__ void take_one(uint32_t* count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(~0u) : "memory");
+}
+
+// Waits until a count is zero; then all that was written before it was taken from is seen.
+__device__ __forceinline__ void wait_for_zero(const uint32_t* count) {
+  uint32_t left;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(left) : "l"(count) : "memory");
+  } while (left != 0);
+}
+
 // ---- Clusters, warpgroups, grids ----
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -168,6 +198,16 @@ __device__ __forceinline__ void store_box(const TensorMap* map, uint32_t from, i
 template <int kPending>
 __device__ __forceinline__ void wait_for_reads_of_stores() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits until this thread's stores are done.
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Orders what this thread has seen in any memory and what the copy engine reads or writes there.
+__device__ __forceinline__ void fence_for_copy_engine_everywhere() {
+  asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 // Orders this thread's writes to shared memory before what the copy engine reads there.

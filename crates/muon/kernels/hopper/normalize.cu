@@ -3,8 +3,9 @@
 // the pitch that its products need; after them, a stack loses its padding.
 //
 //   measure:            a part of a matrix a block → e, near log2 of the largest |x|, and
-//                       s = sum of (x / 2^e)²
-//   divide:             y = (x / 2^e) / sqrt(s), with e and s of the whole matrix
+//                       s = sum of (x / 2^e)²; it also sets the counts that products wait for
+//   divide:             y = 16 (x / 2^e) / sqrt(s), with e and s of the whole matrix: the scale that
+//                       the products reckon with
 //   divide_transposed:  the transpose of that, for a matrix with more rows than columns
 //   unpad:              a stack with a pitch → a contiguous one in its type or in f32
 //
@@ -23,7 +24,8 @@ using namespace hopper;
 constexpr int kThreads = 256;
 constexpr int kVector = 8;          // elements that a thread takes at once
 constexpr int kMaxParts = 512;      // of a matrix
-constexpr int kInFlight = 4;        // vectors that a thread loads before it uses them
+constexpr int kInFlight = 4;        // vectors that a thread loads before it divides them
+constexpr int kMeasured = 8;        // and before it measures them
 constexpr int kNoExponent = -1000;  // of a zero sum
 constexpr int kMatrices = 128;      // of a launch
 
@@ -33,8 +35,8 @@ struct Addresses {
 };
 
 template <class T>
-__device__ __forceinline__ const T* matrix_at(const Addresses& from, bool* aligned) {
-  const uint64_t address = from.of[blockIdx.y];
+__device__ __forceinline__ const T* matrix_at(const Addresses& from, int index, bool* aligned) {
+  const uint64_t address = from.of[index];
   *aligned = address % 16 == 0;
   return reinterpret_cast<const T*>(address);
 }
@@ -121,18 +123,23 @@ __device__ __forceinline__ void load_vector(float* x, const T* from, int64_t cou
 
 // Grid: (parts of a matrix, at most 512 and chosen by its shape alone; matrices).
 template <class T>
-__device__ __forceinline__ void measure(const Addresses& from, Squares* parts, int64_t elements) {
+__device__ __forceinline__ void measure(const Addresses& from, Squares* parts, int64_t elements,
+                                        uint32_t* left, const uint32_t* all, int products) {
   bool aligned;
-  const T* matrix = matrix_at<T>(from, &aligned);
+  const T* matrix = matrix_at<T>(from, blockIdx.y, &aligned);
   const int64_t stride = int64_t{gridDim.x} * kThreads * kVector;
   Squares mine{kNoExponent, 0};
   wait_for_predecessors();
   launch_dependents();
+  if (blockIdx.x == 0) {
+    const int64_t of_matrix = int64_t{blockIdx.y} * products;
+    for (int i = threadIdx.x; i < products; i += kThreads) left[of_matrix + i] = all[of_matrix + i];
+  }
   for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < elements;
-       i += kInFlight * stride) {
-    float x[kInFlight * kVector];
+       i += kMeasured * stride) {
+    float x[kMeasured * kVector];
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
+    for (int j = 0; j < kMeasured; ++j) {
       load_vector(x + j * kVector, matrix + i + j * stride, elements - i - j * stride, aligned);
     }
     mine = mine + squares(x);
@@ -141,7 +148,9 @@ __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, i
   if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
 }
 
-// x ↦ (x / 2^e) / norm
+constexpr float kScale = 16;  // of X while it is iterated
+
+// x ↦ kScale (x / 2^e) / norm
 struct Normalizer {
   float half, rest, norm, reciprocal;
 
@@ -156,46 +165,51 @@ struct Normalizer {
   // to 2^19, and a quotient so small that its remainder is lost is zero in 16 bits.
   __device__ __forceinline__ float operator()(float x) const {
     const float scaled = x * half * rest, q = scaled * reciprocal;
-    return fmaf(fmaf(-q, norm, scaled), reciprocal, q);
+    return kScale * fmaf(fmaf(-q, norm, scaled), reciprocal, q);
   }
 };
 
-// The sum of the parts of this block's matrix.
-__device__ __forceinline__ Squares sum_of_parts(const Squares* parts, int parts_of_matrix) {
+// The sum of the parts of a matrix.
+__device__ __forceinline__ Squares sum_of_parts(const Squares* parts, int parts_of_matrix,
+                                                int index) {
   Squares mine{kNoExponent, 0};
 #pragma unroll
   for (int i = 0; i < kMaxParts / kThreads; ++i) {
     const int part = i * kThreads + threadIdx.x;
-    if (part < parts_of_matrix) mine = mine + parts[blockIdx.y * parts_of_matrix + part];
+    if (part < parts_of_matrix) mine = mine + parts[index * parts_of_matrix + part];
   }
   return sum_over_block(mine);
 }
 
-// Grid: (anything, matrices). `pitch` is in elements, a multiple of 8; padding is zeroed.
+// Grid: (anything, matrices). `pitch` is in elements, a multiple of 8; padding is zeroed. The matrices
+// that were measured last are divided first: they may be in the L2.
 template <class T, class U>
 __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squares* parts,
                                        int parts_of_matrix, int rows, int cols, int pitch) {
-  wait_for_predecessors();
-  launch_dependents();
-  const Normalizer normalized(sum_of_parts(parts, parts_of_matrix));
+  const int index = gridDim.y - 1 - blockIdx.y;
   bool aligned;
-  const T* matrix = matrix_at<T>(from, &aligned);
+  const T* matrix = matrix_at<T>(from, index, &aligned);
   aligned = aligned && cols % kVector == 0;
-  U* to = out + int64_t{blockIdx.y} * rows * pitch;
+  U* to = out + int64_t{index} * rows * pitch;
   const uint32_t vectors_of_row = pitch / kVector;
   const uint32_t vectors = rows * vectors_of_row;  // a matrix has less than 2^34 elements
   const uint32_t stride = gridDim.x * kThreads;
-  for (uint32_t v = blockIdx.x * kThreads + threadIdx.x; v < vectors; v += kInFlight * stride) {
-    float x[kInFlight][kVector];
-    int64_t at[kInFlight];
+  uint32_t v = blockIdx.x * kThreads + threadIdx.x;
+  float x[kInFlight][kVector];
+  const auto load = [&] {
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       const uint32_t row = (v + j * stride) / vectors_of_row;
       const int column = (v + j * stride - row * vectors_of_row) * kVector;
-      at[j] = int64_t{row} * pitch + column;
       const int valid = row < rows ? cols - column : 0;
       load_vector(x[j], matrix + int64_t{row} * cols + column, valid, aligned);
     }
+  };
+  load();  // `measure` lets this start once what went before it has ended, so the matrices are there
+  wait_for_predecessors();
+  launch_dependents();
+  const Normalizer normalized(sum_of_parts(parts, parts_of_matrix, index));
+  while (v < vectors) {
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       uint4 packed;
@@ -204,8 +218,13 @@ __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squa
       for (int i = 0; i < kVector / 2; ++i) {
         pairs[i] = pack(normalized(x[j][2 * i]), normalized(x[j][2 * i + 1]), U{});
       }
-      if (v + j * stride < vectors) *reinterpret_cast<uint4*>(to + at[j]) = packed;
+      // Rows follow each other as vectors do.
+      if (v + j * stride < vectors) {
+        *reinterpret_cast<uint4*>(to + int64_t{v + j * stride} * kVector) = packed;
+      }
     }
+    v += kInFlight * stride;
+    if (v < vectors) load();
   }
 }
 
@@ -219,10 +238,10 @@ __device__ __forceinline__ void divide_transposed(const Addresses& from, U* out,
   __shared__ U tile[kSide * kPitch];
   wait_for_predecessors();
   launch_dependents();
-  const Normalizer normalized(sum_of_parts(parts, parts_of_matrix));
+  const Normalizer normalized(sum_of_parts(parts, parts_of_matrix, blockIdx.y));
 
   bool aligned;
-  const T* matrix = matrix_at<T>(from, &aligned);
+  const T* matrix = matrix_at<T>(from, blockIdx.y, &aligned);
   aligned = aligned && cols % kVector == 0;
   U* to = out + int64_t{blockIdx.y} * cols * pitch;
   const int tiles_across = (cols + kSide - 1) / kSide;
@@ -305,8 +324,9 @@ __device__ __forceinline__ void unpad(const T* stack, U* out, int rows, int cols
 #define MEASURE_KERNEL(name, type)                                                             \
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \
       name(const __grid_constant__ Addresses from, Squares* __restrict__ parts,                \
-           int64_t elements) {                                                                 \
-    measure<type>(from, parts, elements);                                                      \
+           int64_t elements, uint32_t* __restrict__ left, const uint32_t* __restrict__ all,    \
+           int products) {                                                                     \
+    measure<type>(from, parts, elements, left, all, products);                                 \
   }
 #define DIVIDE_KERNEL(name, type, out_type)                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \

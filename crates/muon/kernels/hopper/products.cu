@@ -1,4 +1,5 @@
-// The products of Newton-Schulz on stacks of matrices, f16 or bf16 with sums in f32:
+// Newton-Schulz on stacks of matrices, f16 or bf16 with sums in f32: one launch computes all products
+// of an iteration. They are of three kinds:
 //
 //   symmetric:        D = alpha · A·Bᵀ + from_a · A + from_b · B + diagonal · I,  D symmetric, n × n
 //   apply:            D = alpha · A·B + from_b · B,                      A n × n, B and D n × m
@@ -10,22 +11,25 @@
 // one of the factors. Its tile passes through shared memory as a part of the sum over K, and is
 // picked up there: nothing else is loaded.
 //
-// All matrices are row-major with a pitch of a multiple of 16 bytes. Each has one tensor map
+// All matrices are row-major with a pitch of a multiple of 16 bytes. Each stack has one tensor map
 // (columns, rows, matrices of the stack), with boxes of 64 × 64 × 1 elements in the 128-byte
 // swizzle. Reads beyond an edge give zeros, writes there are dropped, so any n and m will do.
 //
 // Two blocks make a cluster, which works off a list of pairs of tiles (`Tile`), one tile a block.
-// The host deals the pairs to the clusters. A tile has 128 rows, 64 for each of two consumer
-// warpgroups, and 64, 128, 192 or 256 columns. Where the two tiles of a pair start at the same
-// column they share B: each block loads half of it for both. A tile on the diagonal may be narrower
-// than what it loads. One lane of a third warpgroup issues all loads, through a ring of stages with
-// 64 of K each.
+// The host deals the pairs of all products to the clusters. A tile has 128 rows, 64 for each of two
+// consumer warpgroups, and 64, 128, 192 or 256 columns. Where the two tiles of a pair start at the
+// same column they share B: each block loads half of it for both. A tile on the diagonal may be
+// narrower than what it loads. One lane of a third warpgroup issues all loads, through a ring of
+// stages with 64 of K each.
+//
+// A product of one matrix waits for others of the same matrix and for nothing else, so the matrices
+// of a batch need not keep step. `left` counts, for each matrix and product, the warpgroups' parts of
+// tiles that are not stored yet; a loader waits until those of the products before are zero. Lists
+// are in an order in which nobody waits for itself, and all clusters run at once (a cooperative
+// launch), so none waits forever. Without `left` nobody waits or counts: then a launch has only
+// products that wait for those of earlier launches.
 //
 // A sum over K has the same order in any tile, so D does not depend on how the tiles are dealt.
-//
-// Every kernel lets its successor start early and waits for its predecessors before it reads A and
-// B. `tiles` and `first` are read before that: they are written once, ahead of any launch. D is
-// neither A nor B.
 
 #include "hopper.cuh"
 #include "wgmma.cuh"
@@ -34,19 +38,26 @@ namespace {
 
 using namespace hopper;
 
-// The part of D that a block computes: 128 rows from `row`, `columns` from `column`; multiples of
-// 64. What lies outside of D is not stored. `shared` is how many columns of B, at least `columns`,
-// the pair loads together, or 0 where each block loads its own.
+// `kApplyTransposed` is for matrices with more rows than columns, which are iterated as transposes.
+enum class Op : int { kSymmetric, kApply, kApplyTransposed };
+
+// Tiles of 64 columns may be of other rows than 128, where a device has more blocks than there are
+// such tiles, and what is loaded sets the pace: half of them, which the first warpgroup computes; or,
+// where A = B, two of 64 × 64 on the diagonal, one for each warpgroup, for which A is all they load.
+enum class Shape : uint8_t { kWhole, kHalf, kTwins };
+
+// The part of D that a block computes: 128 rows from `row`, 64 · `blocks` columns from `column`;
+// multiples of 64. What lies outside of D is not stored. `shared` is how many blocks of 64 columns of
+// B, at least `blocks`, the pair loads together, or 0 where each block loads its own.
 struct alignas(16) Tile {
   int row;
   int column;
   int matrix;
-  short columns;
-  short shared;
+  uint16_t product;
+  uint8_t blocks : 4;
+  Shape shape : 4;
+  uint8_t shared;
 };
-
-// `kApplyTransposed` is for matrices with more rows than columns, which are iterated as transposes.
-enum class Op { kSymmetric, kApply, kApplyTransposed };
 
 // `alpha` is not zero.
 struct Scalars {
@@ -54,6 +65,36 @@ struct Scalars {
   float from_a;
   float from_b;
   float diagonal;
+};
+
+constexpr int kMostWaits = 3;
+
+// A product of all matrices. `a`, `b` and `d` are indices of maps; D is neither A nor B. `first` is
+// the matrix that is the first one of D's stack, `k_blocks` the number of columns of A in blocks of
+// 64, rounded up, `waits` which products of the same matrix must be stored before, or -1.
+struct alignas(16) Product {
+  Scalars scalars;
+  Op op;
+  int a, b, d;
+  int first;
+  int k_blocks;
+  int waits[kMostWaits];
+};
+
+// X, Y, R, Z, Q, T, S, and the results of wide and of tall matrices.
+constexpr int kMaps = 9;
+
+struct Maps {
+  TensorMap of[kMaps];
+};
+
+// What the host made ready, ahead of any launch, but for what is in `left`.
+struct Work {
+  const Product* products;
+  int product_count;
+  const Tile* tiles;   // in pairs
+  const int* first;    // the first pair of each cluster, and the number of all
+  uint32_t* left;      // product_count for each matrix, or none
 };
 
 constexpr int kBlock = 64;  // side of what a tensor map's box holds
@@ -92,26 +133,48 @@ struct Ring {
   }
 };
 
+// Waits until what a product of a matrix reads has been stored, and what it overwrites been read.
+__device__ __forceinline__ void wait_for_products(const Work& work, const Product& product,
+                                                  int matrix) {
+#pragma unroll
+  for (int i = 0; i < kMostWaits; ++i) {
+    const int other = product.waits[i];
+    if (other >= 0) wait_for_zero(work.left + int64_t{matrix} * work.product_count + other);
+  }
+  fence_for_copy_engine_everywhere();
+}
+
 // Issues the loads of all tiles, from one lane.
-template <Op kOp, class Ring>
-__device__ __forceinline__ void load(Ring ring, const TensorMap* map_a, const TensorMap* map_b,
-                                     const Tile* tiles, int begin, int end, int k_blocks,
-                                     uint32_t rank) {
-  Tile tile = tiles[2 * begin + rank];
+template <class Ring>
+__device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& work, int begin,
+                                     int end, uint32_t rank) {
+  Tile tile = work.tiles[2 * begin + rank];
+  int product_index = -1, matrix = -1;
   wait_for_predecessors();
   for (int i = begin; i < end; ++i) {
-    const Tile next = tiles[2 * min(i + 1, end - 1) + rank];
-    const int b_blocks = (tile.shared ? tile.shared : tile.columns) / kBlock;
+    const Tile next = work.tiles[2 * min(i + 1, end - 1) + rank];
+    const Product& product = work.products[tile.product];
+    const TensorMap *map_a = &maps.of[product.a], *map_b = &maps.of[product.b];
+    const bool symmetric = product.op == Op::kSymmetric;
+    const int k_blocks = product.k_blocks;
+    if (work.left != nullptr && (tile.product != product_index || tile.matrix != matrix)) {
+      wait_for_products(work, product, tile.matrix);
+      product_index = tile.product;
+      matrix = tile.matrix;
+    }
+    const int a_blocks = tile.shape == Shape::kHalf ? 1 : kWarpgroups;
+    const int b_blocks =
+        tile.shape == Shape::kTwins ? 0 : tile.shared ? tile.shared : tile.blocks;
     const int b_first = tile.shared ? rank : 0, b_step = tile.shared ? 2 : 1;
     for (int k = 0; k < k_blocks; ++k) {
       barrier_wait(ring.empty(), ring.parity ^ 1);
-      barrier_expect(ring.full(), kABytes + b_blocks * kBlockBytes);
+      barrier_expect(ring.full(), (a_blocks + b_blocks) * kBlockBytes);
       // B first, since the peer waits for it too.
 #pragma unroll 1
       for (int c = b_first; c < b_blocks; c += b_step) {
         const int along_n = tile.column + c * kBlock;
-        const int column = kOp == Op::kSymmetric ? k * kBlock : along_n;
-        const int row = kOp == Op::kSymmetric ? along_n : k * kBlock;
+        const int column = symmetric ? k * kBlock : along_n;
+        const int row = symmetric ? along_n : k * kBlock;
         const uint32_t to = ring.b() + c * kBlockBytes;
         if (tile.shared) {
           load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
@@ -119,8 +182,8 @@ __device__ __forceinline__ void load(Ring ring, const TensorMap* map_a, const Te
           load_box(to, map_b, ring.full(), column, row, tile.matrix);
         }
       }
-#pragma unroll
-      for (int w = 0; w < kWarpgroups; ++w) {
+#pragma unroll 1
+      for (int w = 0; w < a_blocks; ++w) {
         load_box(ring.a() + w * kBlockBytes, map_a, ring.full(), k * kBlock,
                  tile.row + w * kBlock, tile.matrix);
       }
@@ -170,12 +233,13 @@ __device__ __forceinline__ void add_block(float* acc, const Fragments& at, uint3
 }
 
 // One of two staging blocks of a warpgroup after the other: write it between `begin` and `store`.
-// One lane of the first warp stores.
+// One lane of the first warp stores, and tells when a tile is stored.
 struct Staging {
   uint32_t shared;
   uint32_t barrier;
   bool first_warp;
   uint32_t next = 0;
+  uint32_t* untold = nullptr;  // of which one is to be taken, once the stores so far are seen by all
 
   __device__ __forceinline__ uint32_t begin() {
     if (first_warp && elect()) wait_for_reads_of_stores<1>();
@@ -188,8 +252,23 @@ struct Staging {
     if (first_warp && elect()) store_box(map, shared + next * kBlockBytes, column, row, matrix);
     next ^= 1;
   }
+  // Stores take a while, so this is put off until the next tile is under way; but not where that one
+  // is not loaded yet, since what it waits for may in the end be this.
+  __device__ __forceinline__ void tell_unless_full(uint32_t full, uint32_t parity) {
+    if (first_warp && elect() && untold != nullptr && !barrier_is_done(full, parity)) tell_now();
+  }
+  __device__ __forceinline__ void tell() {
+    if (first_warp && elect() && untold != nullptr) tell_now();
+    untold = nullptr;
+  }
   __device__ __forceinline__ void end() {
     if (first_warp && elect()) wait_for_reads_of_stores<0>();
+  }
+  __device__ __forceinline__ void tell_now() {
+    wait_for_stores();
+    fence_for_copy_engine_everywhere();
+    take_one(untold);
+    untold = nullptr;
   }
 };
 
@@ -257,14 +336,18 @@ __device__ __forceinline__ void store_block(const float* acc, const Fragments& a
 // What a warpgroup does for one tile of `kColumns` columns.
 template <class T, Op kOp, int kColumns, class Ring>
 __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Fragments& at,
-                                        const TensorMap* map_d, const Tile& tile, int k_blocks,
-                                        const Scalars& s) {
+                                        const TensorMap* map_d, const Tile& tile,
+                                        const Product& product) {
   constexpr int kBlocks = kColumns / kBlock;
   constexpr bool kSymmetric = kOp == Op::kSymmetric;
+  const Scalars s = product.scalars;
+  const int k_blocks = product.k_blocks, matrix = tile.matrix - product.first;
   const int warpgroup = warp_index() / 4;
   const int row = tile.row + warpgroup * kBlock;
+  const bool is_twin = kSymmetric && kBlocks == 1 && tile.shape == Shape::kTwins;
+  const int first_column = tile.column + (is_twin ? warpgroup * kBlock : 0);
   const float ratio_a = s.from_a / s.alpha, ratio_b = s.from_b / s.alpha;
-  const int a_passes = kSymmetric && s.from_a != 0 ? tile.column / kBlock : k_blocks;
+  const int a_passes = kSymmetric && s.from_a != 0 ? first_column / kBlock : k_blocks;
   const int b_passes = s.from_b != 0 ? row / kBlock : k_blocks;
   const bool releases = threadIdx.x % kWarpgroupThreads < 2;
   const uint32_t peer = threadIdx.x % kWarpgroupThreads;
@@ -277,14 +360,20 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
     barrier_wait(ring.full(), ring.parity);
     const uint32_t block_a = ring.a() + warpgroup * kBlockBytes;
     const uint64_t a = describe_k_major(block_a);
-    const uint64_t b = kSymmetric ? describe_k_major(ring.b()) : describe_n_major(ring.b());
+    const uint64_t b = is_twin      ? a
+                       : kSymmetric ? describe_k_major(ring.b())
+                                    : describe_n_major(ring.b());
     pin(acc);
     products_begin();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      product<T, !kSymmetric>(acc, a + i * (32 >> 4), b + i * ((kSymmetric ? 32 : 2048) >> 4));
+      multiply<T, !kSymmetric>(acc, a + i * (32 >> 4), b + i * ((kSymmetric ? 32 : 2048) >> 4));
     }
     products_commit();
+    if (k == 0) {
+      staging.tell();
+      __syncwarp();
+    }
     const int a_block = k - a_passes;
     const bool adds_a = kSymmetric && 0 <= a_block && a_block < kBlocks;
     const bool adds_b = k == b_passes;
@@ -312,41 +401,50 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
 
 #pragma unroll
   for (int c = 0; c < kBlocks; ++c) {
-    const int column = tile.column + c * kBlock;
+    const int column = first_column + c * kBlock;
     if (!kSymmetric || column <= row) {
-      store_block<T, kOp>(acc + 32 * c, at, staging, map_d, row, column, tile.matrix, s);
+      store_block<T, kOp>(acc + 32 * c, at, staging, map_d, row, column, matrix, s);
     }
+  }
+}
+
+// What a warpgroup does that has no part of a tile.
+template <class Ring>
+__device__ __forceinline__ void stand_by(Ring& ring, int k_blocks) {
+  const uint32_t thread = threadIdx.x % kWarpgroupThreads;
+  for (int k = 0; k < k_blocks; ++k) {
+    barrier_wait(ring.full(), ring.parity);
+    if (thread < 2) barrier_arrive(ring.empty(), thread);
+    ring.advance();
   }
 }
 
 // `compute` for a tile of at most `kColumns` columns.
 template <class T, Op kOp, int kColumns, class Ring>
 __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const Fragments& at,
-                                            const TensorMap* map_d, const Tile& tile, int k_blocks,
-                                            const Scalars& s) {
-  if (tile.columns == kColumns) {
-    compute<T, kOp, kColumns>(ring, staging, at, map_d, tile, k_blocks, s);
+                                            const TensorMap* map_d, const Tile& tile,
+                                            const Product& product) {
+  if (tile.shape == Shape::kHalf && warp_index() / 4 > 0) {
+    stand_by(ring, product.k_blocks);
+  } else if (tile.blocks == kColumns / kBlock) {
+    compute<T, kOp, kColumns>(ring, staging, at, map_d, tile, product);
   } else if constexpr (kColumns > 64) {
-    compute_any<T, kOp, kColumns - 64>(ring, staging, at, map_d, tile, k_blocks, s);
+    compute_any<T, kOp, kColumns - 64>(ring, staging, at, map_d, tile, product);
   }
 }
 
 // Cluster c works off the pairs first[c] .. first[c + 1] of `tiles`.
-template <class T, Op kOp, int kMaxColumns>
-__device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map_b,
-                                    const TensorMap* map_d, const Tile* tiles, const int* first,
-                                    int k_blocks, const Scalars& s) {
+template <class T, int kMaxColumns>
+__device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   extern __shared__ uint8_t raw[];
   Ring<kMaxColumns> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
   const uint32_t rank = cluster_rank();
-  const int begin = first[cluster_index()], end = first[cluster_index() + 1];
+  const int begin = work.first[cluster_index()], end = work.first[cluster_index() + 1];
   const int warpgroup = warp_index() / 4;
 
   launch_dependents();
   if (warp_index() == 0 && elect()) {
-    prefetch_map(map_a);
-    prefetch_map(map_b);
-    prefetch_map(map_d);
+    for (int i = 0; i < kMaps; ++i) prefetch_map(&maps.of[i]);
     for (Ring<kMaxColumns> r = ring; r.parity == 0; r.advance()) {
       barrier_init(r.full(), 1);
       barrier_init(r.empty(), 2 * kWarpgroups);  // the consumers of both blocks
@@ -358,7 +456,7 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
   if (warpgroup == kWarpgroups) {
     give_registers<40>();
     if (warp_index() == 4 * kWarpgroups && elect()) {
-      load<kOp>(ring, map_a, map_b, tiles, begin, end, k_blocks, rank);
+      load(ring, maps, work, begin, end, rank);
     }
   } else {
     take_registers<232>();
@@ -366,12 +464,30 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
     const Fragments at(thread);
     Staging staging{ring.shared + ring.kStagingAt + warpgroup * kStagingBytes,
                     1u + warpgroup, warp_index() % 4 == 0};
-    Tile tile = tiles[2 * begin + rank];
+    Tile tile = work.tiles[2 * begin + rank];
     for (int i = begin; i < end; ++i) {
-      const Tile next = tiles[2 * min(i + 1, end - 1) + rank];
-      compute_any<T, kOp, kMaxColumns>(ring, staging, at, map_d, tile, k_blocks, s);
+      const Tile next = work.tiles[2 * min(i + 1, end - 1) + rank];
+      const Product& product = work.products[tile.product];
+      const TensorMap* map_d = &maps.of[product.d];
+      switch (product.op) {
+        case Op::kSymmetric:
+          compute_any<T, Op::kSymmetric, kMaxColumns>(ring, staging, at, map_d, tile, product);
+          break;
+        case Op::kApply:
+          compute_any<T, Op::kApply, kMaxColumns>(ring, staging, at, map_d, tile, product);
+          break;
+        case Op::kApplyTransposed:
+          compute_any<T, Op::kApplyTransposed, kMaxColumns>(ring, staging, at, map_d, tile, product);
+          break;
+      }
+      if (work.left != nullptr) {
+        staging.untold = work.left + int64_t{tile.matrix} * work.product_count + tile.product;
+        staging.tell_unless_full(ring.full(), ring.parity);
+        __syncwarp();
+      }
       tile = next;
     }
+    staging.tell();
     staging.end();
   }
   cluster_sync();  // until then the peer may arrive at this block's barriers
@@ -379,29 +495,20 @@ __device__ __forceinline__ void run(const TensorMap* map_a, const TensorMap* map
 
 }  // namespace
 
-// Launch: clusters of 2 blocks of 384 threads, at most as many as fit at once (66 on an H200), each
-// with a pair at least; shared memory of 230464, 230496 and 230528 bytes for the kernels named 256,
-// 128 and 64 after the most columns of their tiles. `k_blocks` is the number of columns of A in
-// blocks of 64, rounded up.
-#define PRODUCT_KERNEL(name, type, op, columns)                                                 \
+// Launch: cooperative with `left`; clusters of 2 blocks of 384 threads, at most as many as fit at once (66 on an
+// H200), each with a pair at least; shared memory of 230464, 230496 and 230528 bytes for the kernels
+// named 256, 128 and 64 after the most columns of their tiles.
+#define ITERATE_KERNEL(name, type, columns)                                                     \
   static_assert(Ring<columns>::kSharedBytes ==                                                  \
                 (columns == 256 ? 230464 : columns == 128 ? 230496 : 230528));                  \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)           \
-      name(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,            \
-           const __grid_constant__ TensorMap d, const Tile* __restrict__ tiles,                 \
-           const int* __restrict__ first, int k_blocks, Scalars scalars) {                      \
-    run<type, op, columns>(&a, &b, &d, tiles, first, k_blocks, scalars);                        \
+      name(const __grid_constant__ Maps maps, const __grid_constant__ Work work) {              \
+    iterate<type, columns>(maps, work);                                                         \
   }
-#define PRODUCT_KERNELS(columns)                                                                \
-  PRODUCT_KERNEL(newton_schulz_symmetric_f16_##columns, __half, Op::kSymmetric, columns)        \
-  PRODUCT_KERNEL(newton_schulz_symmetric_bf16_##columns, __nv_bfloat16, Op::kSymmetric, columns) \
-  PRODUCT_KERNEL(newton_schulz_apply_f16_##columns, __half, Op::kApply, columns)                \
-  PRODUCT_KERNEL(newton_schulz_apply_bf16_##columns, __nv_bfloat16, Op::kApply, columns)        \
-  PRODUCT_KERNEL(newton_schulz_apply_transposed_f16_##columns, __half, Op::kApplyTransposed,    \
-                 columns)                                                                       \
-  PRODUCT_KERNEL(newton_schulz_apply_transposed_bf16_##columns, __nv_bfloat16,                  \
-                 Op::kApplyTransposed, columns)
 
-PRODUCT_KERNELS(256)
-PRODUCT_KERNELS(128)
-PRODUCT_KERNELS(64)
+ITERATE_KERNEL(newton_schulz_iterate_f16_256, __half, 256)
+ITERATE_KERNEL(newton_schulz_iterate_f16_128, __half, 128)
+ITERATE_KERNEL(newton_schulz_iterate_f16_64, __half, 64)
+ITERATE_KERNEL(newton_schulz_iterate_bf16_256, __nv_bfloat16, 256)
+ITERATE_KERNEL(newton_schulz_iterate_bf16_128, __nv_bfloat16, 128)
+ITERATE_KERNEL(newton_schulz_iterate_bf16_64, __nv_bfloat16, 64)

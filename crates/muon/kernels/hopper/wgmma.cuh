@@ -115,7 +115,7 @@ __device__ __forceinline__ uint64_t describe_n_major(uint32_t address) {
 
 // D += A · B; `kCount` is N / 2, `kNMajor` says how B lies.
 template <class T, bool kNMajor, int kCount>
-__device__ __forceinline__ void product(float (&d)[kCount], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t a, uint64_t b) {
   if constexpr (kCount == 32) {
     HOPPER_PRODUCT_OF(64, HOPPER_LIST32, HOPPER_D32, "%32", "%33")
   } else if constexpr (kCount == 64) {

@@ -1,5 +1,7 @@
 //! An iteration as a list of products.
 
+use std::collections::BTreeSet;
+
 use crate::Method;
 use crate::iteration::RESTART;
 
@@ -12,6 +14,19 @@ pub(crate) enum Buffer {
     Z,
     Q,
     T,
+    S,
+}
+
+impl Buffer {
+    pub(crate) const ALL: [Self; 7] = [
+        Self::X,
+        Self::Y,
+        Self::R,
+        Self::Z,
+        Self::Q,
+        Self::T,
+        Self::S,
+    ];
 }
 
 /// The factors of a product, laid out as `Scalars` in `kernels/hopper/products.cu`.
@@ -42,14 +57,24 @@ impl Product {
     }
 }
 
+/// What X is multiplied by while it is iterated: a power of two, so that no bit of a result depends
+/// on it but where elements of X or R would be subnormal in f16, as they are in very large matrices.
+/// Laid down in `kernels/hopper/normalize.cu` as well.
+const SCALE: f64 = 16.0;
+
 /// The iteration with coefficients `[a, b, c]` a step, at least one, on what lies in X. Its result is
 /// the last product's. The polynomials are those of [`iteration`](crate::iteration), where `a I` is
 /// kept beside the first factor since a restart, instead of being added to it.
 pub(crate) fn program(method: Method, rows: &[[f64; 3]]) -> Vec<Product> {
-    match method {
+    let mut program = match method {
         Method::Gram => gram(rows),
         Method::Auto | Method::Standard => standard(rows),
+    };
+    if let Some(last) = program.last_mut() {
+        last.scalars.alpha /= SCALE as f32;
+        last.scalars.from_b /= SCALE as f32;
     }
+    program
 }
 
 /// Floating-point operations of a program, a multiply-add counted as two, half of a symmetric
@@ -62,6 +87,26 @@ pub(crate) fn flops(program: &[Product], n: usize, m: usize) -> u64 {
         (false, _) => 2 * n * n * m,
     };
     program.iter().map(of).sum()
+}
+
+/// For each product the others that must be stored before it starts, because it reads or overwrites
+/// what they write or read. Those that follow from others are left out.
+pub(crate) fn waits(program: &[Product]) -> Vec<Vec<usize>> {
+    let mut waits: Vec<Vec<usize>> = Vec::new();
+    // All that is stored before a product starts.
+    let mut before: Vec<BTreeSet<usize>> = Vec::new();
+    for (index, product) in program.iter().enumerate() {
+        let reads = |other: &Product, buffer| other.a == buffer || other.b == buffer;
+        let conflicts = |other: &Product| {
+            reads(product, other.d) || reads(other, product.d) || other.d == product.d
+        };
+        let all: BTreeSet<_> = (0..index).filter(|&i| conflicts(&program[i])).collect();
+        let follows = |i: &usize| all.iter().any(|other| before[*other].contains(i));
+        waits.push(all.iter().copied().filter(|i| !follows(i)).collect());
+        let behind = all.iter().flat_map(|i| before[*i].iter().copied());
+        before.push(all.iter().copied().chain(behind).collect());
+    }
+    waits
 }
 
 fn standard(rows: &[[f64; 3]]) -> Vec<Product> {
@@ -79,18 +124,18 @@ fn standard(rows: &[[f64; 3]]) -> Vec<Product> {
 fn gram(rows: &[[f64; 3]]) -> Vec<Product> {
     let (mut x, mut y) = (Buffer::X, Buffer::Y);
     let mut program = vec![outer(x)];
-    let mut squares = [Buffer::Z, Buffer::Q, Buffer::T];
-    // The factors gathered so far, in Q, and what times I is to be added to them.
+    // A step's polynomial, the factors gathered so far, and what is free.
+    let [mut z, mut q, mut t, mut s] = [Buffer::Z, Buffer::Q, Buffer::T, Buffer::S];
+    // What times I is to be added to the factors gathered so far.
     let mut gathered: Option<f64> = None;
     for (step, &[a, b, c]) in rows.iter().enumerate() {
         if step == RESTART
             && let Some(beside) = gathered.take()
         {
-            program.push(apply(squares[1], x, y, beside));
+            program.push(apply(q, x, y, beside));
             (x, y) = (y, x);
             program.push(outer(x));
         }
-        let [z, q, t] = squares;
         program.push(Product {
             d: z,
             ..polynomial(b, c)
@@ -100,31 +145,33 @@ fn gram(rows: &[[f64; 3]]) -> Vec<Product> {
             program.push(product(Buffer::R, z, t, a, 0.0, 0.0));
             program.push(product(t, z, Buffer::R, a, 0.0, 0.0));
         }
+        // The next polynomial overwrites t, so that it does not wait for factors to be gathered.
         gathered = Some(match gathered {
             None => {
-                squares = [q, z, t];
+                (z, q, t) = (t, z, q);
                 a
             }
             Some(beside) => {
-                program.push(product(q, z, t, a, beside, beside * a));
-                squares = [z, t, q];
+                program.push(product(q, z, s, a, beside, beside * a));
+                (z, q, t, s) = (t, s, z, q);
                 0.0
             }
         });
     }
     if let Some(beside) = gathered {
-        program.push(apply(squares[1], x, y, beside));
+        program.push(apply(q, x, y, beside));
     }
     program
 }
 
-/// R = X Xᵀ.
+/// R = X Xᵀ, so R has the square of X's scale.
 fn outer(x: Buffer) -> Product {
     product(x, x, Buffer::R, 0.0, 0.0, 0.0)
 }
 
-/// Z = bR + cR².
+/// Z = bR + cR² of R without its scale.
 fn polynomial(b: f64, c: f64) -> Product {
+    let (b, c) = (b / SCALE.powi(2), c / SCALE.powi(4));
     /// Factors are divided by this one, so it cannot be zero; times R² this rounds to zero.
     const LEAST: f32 = 1e-30;
     let c = c as f32;
@@ -157,8 +204,8 @@ mod tests {
     /// All matrices of an iteration share singular vectors, so it can be run on a singular value.
     fn run(program: &[Product], s: f64) -> f64 {
         let index = |buffer: Buffer| buffer as usize;
-        let mut value = [f64::NAN; 6];
-        value[index(Buffer::X)] = s;
+        let mut value = [f64::NAN; 7];
+        value[index(Buffer::X)] = SCALE * s;
         for product in program {
             assert!(product.d != product.a && product.d != product.b);
             assert!(product.scalars.alpha != 0.0);
@@ -207,6 +254,26 @@ mod tests {
                 }
             }
         }
+    }
+
+    fn waits_of(method: Method, steps: usize) -> Vec<Vec<usize>> {
+        waits(&program(method, &Coefficients::default().steps(steps)))
+    }
+
+    #[test]
+    fn a_product_of_standard_waits_for_the_one_before() {
+        for (index, waits) in waits_of(Method::Standard, 5).iter().enumerate() {
+            let before: Vec<_> = index.checked_sub(1).into_iter().collect();
+            assert_eq!(*waits, before);
+        }
+    }
+
+    #[test]
+    fn factors_are_gathered_beside_the_gram_matrix() {
+        let waits = waits_of(Method::Gram, 5);
+        assert!(waits.iter().all(|waits| waits.len() <= 3));
+        // Of the fourth step: Z, RZ, R, the factors gathered; then Z of the fifth.
+        assert_eq!(waits[11..16], [[10], [11], [12], [11], [13]]);
     }
 
     #[test]

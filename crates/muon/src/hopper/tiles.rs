@@ -49,7 +49,7 @@ impl Width {
     }
 
     /// Time that a tile takes, measured on an H200, in hundredths of that of 256 columns.
-    pub(super) fn cost(self) -> u32 {
+    fn cost(self) -> u64 {
         match self {
             Self::W64 => 36,
             Self::W128 => 55,
@@ -66,9 +66,23 @@ pub(crate) struct Tile {
     pub(crate) row: i32,
     pub(crate) column: i32,
     pub(crate) matrix: i32,
-    pub(crate) columns: i16,
-    /// Columns of B that both blocks load together, at least `columns` of each; 0 if they do not.
-    pub(crate) shared: i16,
+    /// Its place in a program.
+    pub(crate) product: u16,
+    /// Its blocks of 64 columns, and 16 times its [`Shape`].
+    pub(super) extent: u8,
+    /// Blocks of B that the pair loads together, at least `blocks` of each; 0 if it does not.
+    pub(crate) shared: u8,
+}
+
+/// Which part of 128 rows a tile has, numbered as in `kernels/hopper/products.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+enum Shape {
+    Whole,
+    /// The first 64, of 64 columns.
+    Half,
+    /// Two of 64 × 64 on the diagonal.
+    Twins,
 }
 
 impl Tile {
@@ -78,15 +92,46 @@ impl Tile {
             row: row as i32,
             column: column as i32,
             matrix: matrix as i32,
-            columns: columns as i16,
-            shared: shared as i16,
+            product: 0,
+            extent: (columns / BLOCK) as u8 | (Shape::Whole as u8) << 4,
+            shared: (shared / BLOCK) as u8,
         }
     }
 
-    pub(super) fn cost(&self) -> u32 {
-        let columns = self.columns as usize;
-        let width = Width::ALL.into_iter().find(|w| w.columns() == columns);
-        width.expect("a tile has one of four widths").cost()
+    fn shaped(self, shape: Shape) -> Self {
+        Self {
+            extent: self.blocks() as u8 | (shape as u8) << 4,
+            ..self
+        }
+    }
+
+    /// Of 64 columns.
+    pub(super) fn blocks(&self) -> usize {
+        usize::from(self.extent & 15)
+    }
+
+    pub(super) fn width(&self) -> Width {
+        Width::ALL[self.blocks() - 1]
+    }
+
+    pub(super) fn elements(&self) -> usize {
+        let halves = if self.is(Shape::Half) { 1 } else { 2 };
+        ROWS / 2 * halves * BLOCK * self.blocks()
+    }
+
+    fn is(&self, shape: Shape) -> bool {
+        self.extent >> 4 == shape as u8
+    }
+
+    /// Time that it takes, measured on an H200, in hundredths of that of 256 columns.
+    pub(super) fn cost(&self) -> u64 {
+        if self.is(Shape::Half) {
+            25
+        } else if self.is(Shape::Twins) {
+            29
+        } else {
+            self.width().cost()
+        }
     }
 }
 
@@ -94,7 +139,7 @@ impl Tile {
 pub(super) type Pair = [Tile; 2];
 
 /// A way to cut a region. All give the same bits, in different times.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Cut {
     pub(super) width: Width,
     /// So many bands of each matrix, of those that come last, in pieces of 192 columns.
@@ -130,6 +175,41 @@ pub(super) fn pairs(region: Region, batch: usize, cut: Cut) -> Vec<Pair> {
         cutter.matrix(matrix);
     }
     cutter.pairs
+}
+
+/// The pairs of a symmetric n × n region of A Aᵀ in tiles of 64 × 64: of `Half` ones below the diagonal
+/// and `Twins` on it. They take less time than those of 128 × 64, and there are more of them.
+pub(super) fn small_pairs(n: usize, batch: usize) -> Vec<Pair> {
+    let blocks = n.div_ceil(BLOCK);
+    let mut pairs = Vec::new();
+    for matrix in 0..batch {
+        let mut single = Vec::new();
+        for column in 0..blocks {
+            let tile = |row: usize, shared| {
+                let tile = Tile::new(row * BLOCK, column * BLOCK, matrix, BLOCK, shared);
+                tile.shaped(Shape::Half)
+            };
+            let rows: Vec<_> = (column + 1..blocks).collect();
+            for rows in rows.chunks(2) {
+                match *rows {
+                    [a, b] => pairs.push([tile(a, BLOCK), tile(b, BLOCK)]),
+                    [a] => single.push(tile(a, 0)),
+                    _ => {}
+                }
+            }
+        }
+        single.extend((0..blocks).step_by(2).map(|block| {
+            let at = block * BLOCK;
+            Tile::new(at, at, matrix, BLOCK, 0).shaped(Shape::Twins)
+        }));
+        if !single.len().is_multiple_of(2) {
+            // Nothing of it is within the region.
+            let outside = Tile::new(blocks.next_multiple_of(2) * BLOCK, 0, matrix, BLOCK, 0);
+            single.push(outside.shaped(Shape::Half));
+        }
+        pairs.extend(single.chunks_exact(2).map(|pair| [pair[0], pair[1]]));
+    }
+    pairs
 }
 
 struct Cutter {
@@ -275,8 +355,14 @@ mod tests {
         let mut stored = vec![0; batch * down * across];
         for tile in pairs.iter().flatten() {
             let (row, column) = (tile.row as usize / BLOCK, tile.column as usize / BLOCK);
-            for r in row..(row + ROWS / BLOCK).min(down) {
-                for c in column..(column + tile.columns as usize / BLOCK).min(across) {
+            let rows = if tile.is(Shape::Half) {
+                1
+            } else {
+                ROWS / BLOCK
+            };
+            for r in row..(row + rows).min(down) {
+                let column = if tile.is(Shape::Twins) { r } else { column };
+                for c in column..(column + tile.blocks()).min(across) {
                     if !symmetric || c <= r {
                         stored[(tile.matrix as usize * down + r) * across + c] += 1;
                     }
@@ -288,21 +374,22 @@ mod tests {
 
     fn check(region: Region, batch: usize, cut: Cut) {
         let pairs = pairs(region, batch, cut);
-        let case = format!("{region:?} x {batch}, {cut:?}");
-        for [a, b] in &pairs {
+        check_pairs(&pairs, region, batch, cut.width, &format!("{cut:?}"));
+    }
+
+    fn check_pairs(pairs: &[Pair], region: Region, batch: usize, width: Width, cut: &str) {
+        let case = format!("{region:?} x {batch}, {cut}");
+        for [a, b] in pairs {
             for tile in [a, b] {
-                assert!(
-                    tile.columns % 64 == 0 && (64..=256).contains(&tile.columns),
-                    "{case}"
-                );
-                assert!(
-                    tile.columns as usize <= cut.width.columns().max(192),
-                    "{case}"
-                );
+                assert!((1..=4).contains(&tile.blocks()), "{case}");
+                assert!(tile.width() <= width.max(Width::W192), "{case}");
                 assert!(tile.row % 64 == 0 && tile.column % 64 == 0, "{case}");
-                assert!(tile.shared == 0 || tile.shared >= tile.columns, "{case}");
                 assert!(
-                    tile.shared as usize <= cut.width.kernel().max(192),
+                    tile.shared == 0 || usize::from(tile.shared) >= tile.blocks(),
+                    "{case}"
+                );
+                assert!(
+                    BLOCK * usize::from(tile.shared) <= width.kernel().max(192),
                     "{case}"
                 );
             }
@@ -311,7 +398,7 @@ mod tests {
                 assert_eq!((a.column, a.matrix), (b.column, b.matrix), "{case}");
             }
         }
-        let stored = stored(region, batch, &pairs);
+        let stored = stored(region, batch, pairs);
         let symmetric = matches!(region, Region::Symmetric { .. });
         let across = match region {
             Region::Symmetric { n } => n.div_ceil(BLOCK),
@@ -347,6 +434,18 @@ mod tests {
     }
 
     #[test]
+    fn every_block_is_stored_once_in_small_tiles() {
+        for n in SIDES {
+            for batch in [1, 3] {
+                let pairs = small_pairs(n, batch);
+                let region = Region::Symmetric { n };
+                check_pairs(&pairs, region, batch, Width::W64, "small");
+            }
+        }
+        assert_eq!(small_pairs(1024, 1).len(), 64);
+    }
+
+    #[test]
     fn every_block_is_stored_once_however_the_region_is_cut() {
         for n in SIDES {
             for (narrow_bands, halved) in [(1, 0), (5, 0), (0, 1), (0, 7), (2, 3)] {
@@ -374,7 +473,8 @@ mod tests {
     #[test]
     fn a_tile_is_laid_out_as_the_kernels_read_it() {
         assert_eq!((size_of::<Tile>(), align_of::<Tile>()), (16, 16));
-        assert_eq!(std::mem::offset_of!(Tile, columns), 12);
-        assert_eq!(std::mem::offset_of!(Tile, shared), 14);
+        assert_eq!(std::mem::offset_of!(Tile, product), 12);
+        assert_eq!(std::mem::offset_of!(Tile, extent), 14);
+        assert_eq!(std::mem::offset_of!(Tile, shared), 15);
     }
 }

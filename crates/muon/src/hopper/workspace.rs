@@ -52,7 +52,7 @@ impl Batch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Workspace {
     rectangles: [usize; 2],
-    squares: [usize; 4],
+    squares: [usize; 5],
     /// The parts of sums of squares.
     pub(crate) parts: usize,
     /// Of all.
@@ -72,7 +72,7 @@ impl Workspace {
         let rectangles = [place(rectangle), place(rectangle)];
         // `Standard` needs R and Z alone.
         let gathers = if method == Method::Gram { square } else { 0 };
-        let squares = [square, square, gathers, gathers].map(&mut place);
+        let squares = [square, square, gathers, gathers, gathers].map(&mut place);
         let parts = place(batch.count() * batch.parts() * PART);
         Self {
             rectangles,
@@ -91,6 +91,7 @@ impl Workspace {
             Buffer::Z => self.squares[1],
             Buffer::Q => self.squares[2],
             Buffer::T => self.squares[3],
+            Buffer::S => self.squares[4],
         }
     }
 }
@@ -158,13 +159,13 @@ mod tests {
             let rectangle = 2 * count * (n * m.next_multiple_of(8)).max(m * n.next_multiple_of(8));
             let square = 2 * count * n * n.next_multiple_of(8);
             let workspace = Workspace::new(Method::Gram, batch);
-            let mut runs: Vec<_> = [Buffer::X, Buffer::Y]
-                .map(|buffer| (workspace.start(buffer), rectangle))
+            let size = |buffer| match buffer {
+                Buffer::X | Buffer::Y => rectangle,
+                _ => square,
+            };
+            let mut runs: Vec<_> = Buffer::ALL
                 .into_iter()
-                .chain(
-                    [Buffer::R, Buffer::Z, Buffer::Q, Buffer::T]
-                        .map(|buffer| (workspace.start(buffer), square)),
-                )
+                .map(|buffer| (workspace.start(buffer), size(buffer)))
                 .chain([(workspace.parts, 8 * count * batch.parts())])
                 .collect();
             runs.sort_unstable();

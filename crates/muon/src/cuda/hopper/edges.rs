@@ -6,6 +6,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use cudarc::driver::{CudaFunction, CudaStream};
 use half::{bf16, f16};
 
+use super::iterate::Counts;
 use super::maps::Stack;
 use super::modules::{Grid, Modules, argument, launch};
 use crate::cuda::launch::address;
@@ -36,6 +37,7 @@ pub(super) struct Edges {
     x: Stack,
     /// The address of the parts of sums of squares, and how many a matrix has.
     parts: (u64, usize),
+    counts: Counts,
 }
 
 struct Normalizer {
@@ -46,12 +48,13 @@ struct Normalizer {
 
 impl Edges {
     /// From matrices to `x`, which has tall ones as their transposes. `parts` is where sums of
-    /// squares go, and how many a matrix has.
+    /// squares go, and how many a matrix has. The counts are set before the products start.
     pub(super) fn new(
         modules: &Modules,
         dtype: DType,
         x: Stack,
         parts: (u64, usize),
+        counts: Counts,
     ) -> Result<Self> {
         let to = dtype.as_str();
         let kernel = |name: &str| modules.edge(&format!("newton_schulz_{name}"));
@@ -70,6 +73,7 @@ impl Edges {
             unpad_to_f32: kernel(&format!("unpad_{to}_f32"))?,
             x,
             parts,
+            counts,
         })
     }
 
@@ -128,10 +132,21 @@ impl Edges {
         let (parts, count) = self.parts;
         let parts = parts + (first * count * size_of::<[u32; 2]>()) as u64;
         let elements = (rows * cols) as i64;
-        let mut arguments = [argument(&addresses), argument(&parts), argument(&elements)];
+        let products = self.counts.products;
+        let counts_before = (first * products as usize * size_of::<u32>()) as u64;
+        let [all, left] = [self.counts.parts, self.counts.left].map(|at| at + counts_before);
+        let mut arguments = [
+            argument(&addresses),
+            argument(&parts),
+            argument(&elements),
+            argument(&left),
+            argument(&all),
+            argument(&products),
+        ];
         let grid = grid(count, run.len());
-        // SAFETY: `newton_schulz_measure_*(from, parts, elements)`, with an address of so many live
-        // elements for each matrix, and room for a part for each block.
+        // SAFETY: `newton_schulz_measure_*(from, parts, elements, left, all, products)`, with an
+        // address of so many live elements for each matrix, room for a part for each block, and
+        // counts of each matrix.
         unsafe { launch(&stream, &normalizer.measure, grid, &mut arguments) }?;
 
         let out = self.x.skip(first).address;

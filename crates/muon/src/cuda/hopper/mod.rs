@@ -5,10 +5,10 @@
 //! since candle's usual stream is another one in each.
 
 mod edges;
+mod iterate;
 mod maps;
 mod modules;
 mod prepared;
-mod products;
 mod steps;
 
 use std::cell::RefCell;
@@ -126,10 +126,14 @@ fn orthogonalize_to<T: Element + WithDType>(
     engine.reserve(device, bytes.max().unwrap_or(0))?;
 
     let elements = n * m;
-    // SAFETY: each part writes its results, and the parts are all matrices.
-    let mut wide_results = unsafe { uninitialized::<T>(device, elements * wide.len()) }?;
-    // SAFETY: likewise.
-    let mut tall_results = unsafe { uninitialized::<T>(device, elements * tall.len()) }?;
+    let stack = |count: usize| -> Result<_> {
+        if count == 0 {
+            return Ok(None);
+        }
+        // SAFETY: each part writes its results, and the parts are all matrices.
+        unsafe { uninitialized::<T>(device, elements * count) }.map(Some)
+    };
+    let (mut wide_results, mut tall_results) = (stack(wide.len())?, stack(tall.len())?);
     for (part, (of_wide, of_tall)) in batches.zip(&parts) {
         let kind = Kind {
             batch: part,
@@ -138,15 +142,16 @@ fn orthogonalize_to<T: Element + WithDType>(
             coefficients: ns.coefficients.steps(ns.steps),
         };
         let prepared = engine.prepared(device, kind)?;
-        prepared.normalize(&wide[of_wide.clone()], &tall[of_tall.clone()])?;
-        prepared.iterate(ns.is_launch_bound(part.count(), n, m))?;
-        let (start, end) = (elements * of_wide.start, elements * of_wide.end);
-        prepared.finish(0, &mut wide_results.slice_mut(start..end))?;
-        let (start, end) = (elements * of_tall.start, elements * of_tall.end);
-        prepared.finish(1, &mut tall_results.slice_mut(start..end))?;
+        let results = [(&mut wide_results, of_wide), (&mut tall_results, of_tall)];
+        let results = results.map(|(results, range)| {
+            let elements = elements * range.start..elements * range.end;
+            let results = results.as_mut().filter(|_| !range.is_empty());
+            results.map(|results| results.slice_mut(elements))
+        });
+        prepared.run(&wide[of_wide.clone()], &tall[of_tall.clone()], results)?;
     }
-    let stack = |results, count, rows, cols| {
-        (count > 0).then(|| tensor::<T>(results, device, (count, rows, cols)))
+    let stack = |results: Option<_>, count, rows, cols| {
+        results.map(|results| tensor::<T>(results, device, (count, rows, cols)))
     };
     Ok((
         stack(wide_results, wide.len(), n, m),

@@ -76,12 +76,51 @@ pub(super) unsafe fn launch(
     grid: Grid,
     arguments: &mut [*mut c_void],
 ) -> Result<()> {
-    let mut early = CUlaunchAttribute {
-        id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+    // SAFETY: as the caller promises.
+    unsafe { launch_with(&mut [early()], stream, function, grid, arguments) }
+}
+
+/// The same, where all blocks run at once, so that they may wait for each other.
+///
+/// # Safety
+/// As [`launch`].
+pub(super) unsafe fn launch_together(
+    stream: &CudaStream,
+    function: &CudaFunction,
+    grid: Grid,
+    arguments: &mut [*mut c_void],
+) -> Result<()> {
+    let mut together = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
+    together.value.cooperative = 1;
+    let mut attributes = [together, early()];
+    // SAFETY: as the caller promises.
+    unsafe { launch_with(&mut attributes, stream, function, grid, arguments) }
+}
+
+fn early() -> CUlaunchAttribute {
+    let mut early =
+        attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+    early.value.programmaticStreamSerializationAllowed = 1;
+    early
+}
+
+fn attribute(id: CUlaunchAttributeID) -> CUlaunchAttribute {
+    CUlaunchAttribute {
+        id,
         pad: [0; 4],
         value: CUlaunchAttributeValue { pad: [0; 64] },
-    };
-    early.value.programmaticStreamSerializationAllowed = 1;
+    }
+}
+
+/// # Safety
+/// As [`launch`].
+unsafe fn launch_with(
+    attributes: &mut [CUlaunchAttribute],
+    stream: &CudaStream,
+    function: &CudaFunction,
+    grid: Grid,
+    arguments: &mut [*mut c_void],
+) -> Result<()> {
     let config = CUlaunchConfig {
         gridDimX: grid.blocks.0,
         gridDimY: grid.blocks.1,
@@ -91,8 +130,8 @@ pub(super) unsafe fn launch(
         blockDimZ: 1,
         sharedMemBytes: grid.shared_bytes,
         hStream: stream.cu_stream(),
-        attrs: &raw mut early,
-        numAttrs: 1,
+        attrs: attributes.as_mut_ptr(),
+        numAttrs: attributes.len() as u32,
     };
     // SAFETY: as the caller promises; the configuration and the arguments are read before the call
     // returns.

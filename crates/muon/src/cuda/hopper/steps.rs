@@ -1,26 +1,55 @@
-//! The products of an iteration, on stacks at their addresses.
+//! The products of an iteration as the kernels take them, and the stacks that they are of.
+
+use candle_core::{DType, Result};
+use cudarc::driver::DeviceRepr;
+use cudarc::driver::sys::CUtensorMap;
 
 use super::maps::Stack;
-use crate::hopper::program::{Buffer, Product, Scalars};
-use crate::hopper::tiles::Region;
+use crate::hopper::program::{Buffer, Product, Scalars, waits};
 use crate::hopper::workspace::{Batch, Workspace};
 
-/// What the kernels compute, by their names.
+/// The most products that one waits for.
+const MOST_WAITS: usize = 3;
+
+/// What the kernels compute, by their numbers.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Op {
+#[repr(i32)]
+enum Op {
     Symmetric,
     Apply,
     ApplyTransposed,
 }
 
-/// A product of stacks at their addresses.
+/// A product, laid out as `Product` in `kernels/hopper/products.cu`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(16))]
 pub(super) struct Step {
-    pub(super) op: Op,
-    pub(super) region: Region,
-    pub(super) a: Stack,
-    pub(super) b: Stack,
-    pub(super) d: Stack,
-    pub(super) scalars: Scalars,
+    scalars: Scalars,
+    op: Op,
+    a: i32,
+    b: i32,
+    d: i32,
+    first: i32,
+    k_blocks: i32,
+    waits: [i32; MOST_WAITS],
+    padding: [i32; 3],
+}
+
+// SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
+unsafe impl DeviceRepr for Step {}
+
+/// Maps of the stacks of a workspace, by their [`Buffer`], and of the results of wide and of tall
+/// matrices, laid out as `Maps` in `kernels/hopper/products.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Maps([CUtensorMap; Buffer::ALL.len() + 2]);
+
+impl Maps {
+    /// The same with other maps of results.
+    pub(super) fn with_results(mut self, which: usize, map: CUtensorMap) -> Self {
+        self.0[Buffer::ALL.len() + which] = map;
+        self
+    }
 }
 
 /// The stacks of a workspace.
@@ -46,10 +75,11 @@ impl Stacks {
         }
     }
 
-    /// The last product's results: wide ones, and behind them tall ones, no longer transposed.
-    fn results(&self, buffer: Buffer) -> [Stack; 2] {
+    /// A program's results: wide ones, and behind them tall ones, no longer transposed.
+    pub(super) fn results(&self, program: &[Product]) -> [Stack; 2] {
         let Batch { n, m, wide, tall } = self.batch;
-        let wide_results = self.all(buffer).take(wide);
+        let last = program.last().expect("an iteration has a step");
+        let wide_results = self.all(last.d).take(wide);
         let tall_results = Stack {
             address: wide_results.address + (wide * wide_results.matrix_bytes()) as u64,
             count: tall,
@@ -59,48 +89,58 @@ impl Stacks {
         [wide_results, tall_results]
     }
 
-    /// The products of a program, and the last one, in which wide and tall matrices are computed
-    /// apart, the latter with transposed results.
-    pub(super) fn steps(&self, program: &[Product]) -> (Vec<Step>, [Option<Step>; 2]) {
-        let Batch { n, m, wide, .. } = self.batch;
-        let full = Region::Full { rows: n, cols: m };
-        let (last, others) = program.split_last().expect("an iteration has a step");
-        let step = |product: &Product| {
-            let (op, region) = if product.is_symmetric() {
-                (Op::Symmetric, Region::Symmetric { n })
-            } else {
-                (Op::Apply, full)
-            };
-            Step {
-                op,
-                region,
-                a: self.all(product.a),
-                b: self.all(product.b),
-                d: self.all(product.d),
-                scalars: product.scalars,
+    /// Where there are no wide or no tall matrices, nothing looks at the map of their results.
+    pub(super) fn maps(&self, results: [Stack; 2], dtype: DType) -> Result<Maps> {
+        let mut maps = [CUtensorMap { opaque: [0; 16] }; Buffer::ALL.len() + 2];
+        let stacks = Buffer::ALL.map(|buffer| self.all(buffer));
+        for (map, stack) in maps.iter_mut().zip(stacks.into_iter().chain(results)) {
+            if stack.count > 0 {
+                *map = stack.map(dtype)?;
             }
-        };
-        let (a, b) = (self.all(last.a), self.all(last.b));
-        let [wide_results, tall_results] = self.results(last.d);
-        let part = |op, a, b, d: Stack| {
-            (d.count > 0).then_some(Step {
-                op,
-                region: full,
-                a,
-                b,
-                d,
-                scalars: last.scalars,
+        }
+        Ok(Maps(maps))
+    }
+
+    /// The products of a program. The last one is two, of wide matrices, and of tall ones with
+    /// transposed results.
+    pub(super) fn steps(&self, program: &[Product]) -> Vec<Step> {
+        let wide = self.batch.wide;
+        let results = Buffer::ALL.len() as i32;
+        let mut steps: Vec<_> = program
+            .iter()
+            .zip(waits(program))
+            .map(|(product, before)| {
+                let mut waits = [-1; MOST_WAITS];
+                assert!(before.len() <= MOST_WAITS, "{before:?}");
+                for (wait, other) in waits.iter_mut().zip(before) {
+                    *wait = other as i32;
+                }
+                Step {
+                    scalars: product.scalars,
+                    op: if product.is_symmetric() {
+                        Op::Symmetric
+                    } else {
+                        Op::Apply
+                    },
+                    a: product.a as i32,
+                    b: product.b as i32,
+                    d: product.d as i32,
+                    first: 0,
+                    k_blocks: self.all(product.a).cols.div_ceil(64) as i32,
+                    waits,
+                    padding: [0; 3],
+                }
             })
+            .collect();
+        let last = steps.last_mut().expect("an iteration has a step");
+        last.d = results;
+        let of_tall = Step {
+            op: Op::ApplyTransposed,
+            d: results + 1,
+            first: wide as i32,
+            ..*last
         };
-        let last = [
-            part(Op::Apply, a.take(wide), b.take(wide), wide_results),
-            part(
-                Op::ApplyTransposed,
-                a.skip(wide),
-                b.skip(wide),
-                tall_results,
-            ),
-        ];
-        (others.iter().map(step).collect(), last)
+        steps.push(of_tall);
+        steps
     }
 }

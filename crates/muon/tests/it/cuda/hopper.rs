@@ -1,6 +1,7 @@
 //! The kernels for Hopper: against float64 at tile edges, against cuBLAS in f32 at larger sizes, and
 //! against themselves, bit for bit, in other batches, chunks and runs.
 
+use candle_core::cuda_backend::cudarc::driver::result::mem_get_info;
 use candle_core::{DType, Device, Tensor};
 use polarshard_muon::{Coefficients, Error, Kernels, Method, NewtonSchulz, Precision, Products};
 use rand::{Rng, SeedableRng};
@@ -196,26 +197,26 @@ fn a_matrix_has_the_same_bits_in_any_batch_under_any_cap_and_at_any_run() {
     table.finish();
 }
 
-/// The first run launches one product after the other, later ones a graph where launches bind.
+/// The first run launches one product after the other, later ones a graph, or all products together.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_hundred_runs_have_the_same_bits() {
+fn a_thousand_runs_have_the_same_bits() {
     let Some(device) = hopper_device() else {
         return;
     };
-    let mut table = Table::new("Hopper kernels, a hundred runs");
+    let mut table = Table::new("Hopper kernels, a thousand runs");
     for (batch, rows, cols) in [
         (1, 1024, 1024),
         (1, 300, 900),
         (3, 777, 1555),
-        (2, 2048, 2048),
+        (12, 768, 768),
     ] {
         let x = random(&[batch, rows, cols], 5, &device);
         let ns = hopper(Method::Auto, Precision::F16);
         let choice = ns.choice(&device, batch, rows, cols).unwrap().unwrap();
         let expected = ns.orthogonalize(&x).unwrap();
         let mut differing = 0;
-        for _ in 0..100 {
+        for _ in 0..1000 {
             let got = ns.orthogonalize(&x).unwrap();
             let difference = (&got - &expected).unwrap().abs().unwrap();
             let most = difference.max_all().unwrap().to_scalar::<f32>().unwrap();
@@ -228,6 +229,64 @@ fn a_hundred_runs_have_the_same_bits() {
         );
     }
     table.finish();
+}
+
+/// Of X = (A, I) the right half of the result is the polynomial of X Xᵀ times a number.
+#[test]
+#[ignore = "needs a GPU"]
+fn symmetric_products_are_symmetric_bit_for_bit() {
+    let Some(device) = hopper_device() else {
+        return;
+    };
+    let mut table = Table::new("Hopper kernels, elements that differ from their mirror images");
+    for n in [65, 300, 1024, 2048] {
+        let identity = Tensor::eye(n, DType::F32, &device).unwrap();
+        let identity = (identity * (n as f64).sqrt()).unwrap();
+        let x = Tensor::cat(&[random(&[n, n], 11, &device), identity], 1).unwrap();
+        for precision in PRECISIONS {
+            for (method, steps) in [(Method::Standard, 1), (Method::Gram, 2)] {
+                let ns = NewtonSchulz {
+                    steps,
+                    ..hopper(method, precision)
+                };
+                let right = ns.orthogonalize(&x).unwrap().narrow(1, n, n).unwrap();
+                let differ = right.ne(&right.t().unwrap()).unwrap();
+                let differ = differ.to_dtype(DType::F32).unwrap().sum_all().unwrap();
+                let differ = differ.to_scalar::<f32>().unwrap();
+                table.line(
+                    &format!("{n} x {n} {method} {precision}"),
+                    &differ.to_string(),
+                    differ == 0.0,
+                );
+            }
+        }
+    }
+    table.finish();
+}
+
+/// Batches of several shapes, in turn, as an optimizer has them.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_thousand_steps_take_no_more_memory_than_the_first() {
+    let Some(device) = hopper_device() else {
+        return;
+    };
+    let ns = hopper(Method::Auto, Precision::F16);
+    let shapes = [(256, 256), (300, 1200), (1200, 300), (512, 512)];
+    let matrices: Vec<_> = (0..12)
+        .map(|i| random(&[shapes[i % 4].0, shapes[i % 4].1], i as u64, &device))
+        .collect();
+    let free = || {
+        device.synchronize().unwrap();
+        mem_get_info().unwrap().0
+    };
+    let step = || ns.orthogonalize_all_as_iterated(&matrices).unwrap();
+    (0..10).for_each(|_| drop(step()));
+    let before = free();
+    (0..1000).for_each(|_| drop(step()));
+    let after = free();
+    println!("\nfree before and after 1,000 steps: {before} {after}");
+    assert!(after >= before);
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod elementwise;
 mod hopper;
 mod newton_schulz;
 mod optimizer;
+mod spectra;
 mod survey;
 
 use candle_core::Device;

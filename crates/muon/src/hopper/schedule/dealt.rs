@@ -1,0 +1,102 @@
+//! Lists of pairs, as they grow.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use super::{Launch, Schedule};
+use crate::hopper::tiles::{Pair, Tile, Width};
+
+/// Warpgroups that store a part each of a tile.
+pub(super) const PARTS_OF_A_TILE: u32 = 2;
+
+/// What was dealt to each cluster, and when each is free.
+pub(super) struct Clusters {
+    free: BinaryHeap<Reverse<(u64, usize)>>,
+    lists: Vec<Vec<Pair>>,
+    end: u64,
+}
+
+impl Clusters {
+    pub(super) fn new(count: usize) -> Self {
+        Self {
+            free: (0..count).map(|cluster| Reverse((0, cluster))).collect(),
+            lists: vec![Vec::new(); count],
+            end: 0,
+        }
+    }
+
+    /// When the next cluster is free.
+    pub(super) fn now(&self) -> u64 {
+        self.free.peek().map_or(0, |Reverse((at, _))| *at)
+    }
+
+    /// The next cluster stays idle until then.
+    pub(super) fn wait_until(&mut self, at: u64) {
+        if let Some(Reverse((_, cluster))) = self.free.pop() {
+            self.free.push(Reverse((at, cluster)));
+        }
+    }
+
+    /// Gives a pair to the next cluster, and says when it is done.
+    pub(super) fn deal(&mut self, pair: &Pair, product: u16, time: u64) -> u64 {
+        let Reverse((at, cluster)) = self.free.pop().expect("a device has a cluster");
+        self.lists[cluster].push(pair.map(|tile| Tile { product, ..tile }));
+        self.free.push(Reverse((at + time, cluster)));
+        self.end = self.end.max(at + time);
+        at + time
+    }
+}
+
+/// Launches that are dealt.
+pub(super) struct Dealt {
+    launches: Vec<Launch>,
+    tiles: Vec<Tile>,
+    first: Vec<i32>,
+    parts: Vec<u32>,
+    pub(super) end: u64,
+}
+
+impl Dealt {
+    pub(super) fn new(parts: usize) -> Self {
+        Self {
+            launches: Vec::new(),
+            tiles: Vec::new(),
+            first: Vec::new(),
+            parts: vec![0; parts],
+            end: 0,
+        }
+    }
+
+    pub(super) fn push(&mut self, clusters: &Clusters, width: Width) {
+        let first_from = self.first.len();
+        for list in clusters.lists.iter().filter(|list| !list.is_empty()) {
+            self.first.push((self.tiles.len() / 2) as i32);
+            self.tiles.extend(list.iter().flatten());
+        }
+        self.launches.push(Launch {
+            width,
+            first_from,
+            clusters: self.first.len() - first_from,
+        });
+        self.first.push((self.tiles.len() / 2) as i32);
+        self.end += clusters.end;
+    }
+
+    /// With so many products of each matrix.
+    pub(super) fn into_schedule(mut self, widths: [Width; 2], products: usize) -> Schedule {
+        for tile in &self.tiles {
+            let index = tile.matrix as usize * products + usize::from(tile.product);
+            self.parts[index] += PARTS_OF_A_TILE;
+        }
+        let [square, wide] = widths;
+        Schedule {
+            square,
+            wide,
+            launches: self.launches,
+            tiles: self.tiles,
+            first: self.first,
+            parts: self.parts,
+            end: self.end,
+        }
+    }
+}

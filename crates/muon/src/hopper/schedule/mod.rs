@@ -1,0 +1,202 @@
+//! Which cluster computes which pairs of tiles, of all products of an iteration, in which order.
+
+mod dealt;
+mod dependent;
+
+use super::cuts::Pieces;
+use super::program::{Buffer, Product};
+use super::tiles::{BLOCK, Region, Tile, Width};
+use super::workspace::Batch;
+use dependent::Dependent;
+
+/// With more pairs, of all products, ways to cut are not compared.
+const MOST_PAIRS_TO_COMPARE: usize = 20_000;
+
+/// All pairs of all products, dealt to clusters.
+///
+/// Either in one launch, in which the products of a matrix wait for each other, and matrices need not
+/// keep step. Then a cluster's list is in an order in which everything that a pair waits for was dealt
+/// before, so that clusters that work off their lists at once never wait for each other in a circle.
+/// Or in a launch a step, each with the products that wait only for those of launches before.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Schedule {
+    /// The most columns of tiles of the n × n products, and of the n × m ones.
+    pub(crate) square: Width,
+    pub(crate) wide: Width,
+    pub(crate) launches: Vec<Launch>,
+    /// The pairs of one cluster of a launch after those of the other.
+    pub(crate) tiles: Vec<Tile>,
+    /// The first pair of each cluster of a launch, and the end of the last one's.
+    pub(crate) first: Vec<i32>,
+    /// For each matrix and each product how many parts of tiles there are. The last product is two:
+    /// that of wide matrices, and that of tall ones.
+    pub(crate) parts: Vec<u32>,
+    /// Clocks, as estimated.
+    end: u64,
+}
+
+/// Clusters that are launched at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Launch {
+    /// The most columns of its tiles.
+    pub(crate) width: Width,
+    /// Where its firsts start.
+    pub(crate) first_from: usize,
+    pub(crate) clusters: usize,
+}
+
+impl Schedule {
+    /// The schedule that ends soonest, of a few ways to cut.
+    pub(crate) fn new(program: &[Product], batch: Batch, clusters: usize) -> Self {
+        let Batch { n, m, .. } = batch;
+        let count = batch.count();
+        let square = Region::Symmetric { n };
+        let wide = Region::Full { rows: n, cols: m };
+        let dependent = Dependent::new(program, batch);
+        let mut best = dependent.launch_by_launch(clusters);
+        if count == 1 {
+            return best;
+        }
+        let squares = Pieces::in_step(square, count, clusters, Width::W256);
+        // The stages of the loads are as large as the widest tile needs, and narrow ones need many.
+        let widest = match squares.width {
+            Width::W64 => Width::W128,
+            _ => Width::W256,
+        };
+        let wides = Pieces::in_step(wide, count, clusters, widest);
+        let (mut all_squares, mut all_wides) = (vec![squares], vec![wides]);
+        if widest == Width::W256 && best.tiles.len() <= 2 * MOST_PAIRS_TO_COMPARE {
+            all_squares.extend(Pieces::whole(square, count));
+            all_wides.extend(Pieces::whole(wide, count));
+            all_squares.dedup();
+            all_wides.dedup();
+        }
+        for squares in &all_squares {
+            for wides in &all_wides {
+                let other = dependent.deal(squares, wides, clusters);
+                if other.end < best.end {
+                    best = other;
+                }
+            }
+        }
+        best
+    }
+
+    /// Floating-point operations of all tiles.
+    pub(crate) fn flops(&self, program: &[Product], batch: Batch) -> u64 {
+        let of = |tile: &Tile| {
+            let product = usize::from(tile.product).min(program.len() - 1);
+            let k = k_blocks(&program[product], batch) * BLOCK as u64;
+            2 * tile.elements() as u64 * k
+        };
+        self.tiles.iter().map(of).sum()
+    }
+}
+/// The sum of a product's tiles goes over so many times 64.
+fn k_blocks(product: &Product, batch: Batch) -> u64 {
+    let columns_of_a = match product.a {
+        Buffer::X | Buffer::Y => batch.m,
+        _ => batch.n,
+    };
+    columns_of_a.div_ceil(BLOCK) as u64
+}
+#[cfg(test)]
+mod tests {
+    use super::dealt::PARTS_OF_A_TILE;
+    use super::*;
+    use crate::hopper::program::program;
+    use crate::hopper::program::waits;
+    use crate::{Coefficients, Method};
+
+    const CLUSTERS: usize = 66; // of an H200
+
+    fn schedule(method: Method, wide: usize, tall: usize, n: usize, m: usize) -> Schedule {
+        let program = program(method, &Coefficients::default().steps(5));
+        Schedule::new(&program, Batch { n, m, wide, tall }, CLUSTERS)
+    }
+
+    /// Works off the lists as the clusters do, one pair of one of them after the other.
+    fn run(schedule: &Schedule, method: Method, wide: usize) {
+        let program = program(method, &Coefficients::default().steps(5));
+        let waits = waits(&program);
+        let products = program.len() + 1;
+        let mut left = schedule.parts.clone();
+        for launch in &schedule.launches {
+            let first = &schedule.first[launch.first_from..=launch.first_from + launch.clusters];
+            let waits_inside = schedule.launches.len() == 1;
+            let before = left.clone();
+            let mut at: Vec<_> = first[..launch.clusters].to_vec();
+            let mut moved = true;
+            while std::mem::take(&mut moved) {
+                for (cluster, at) in at.iter_mut().enumerate() {
+                    while *at < first[cluster + 1] {
+                        let [a, b] = &schedule.tiles[2 * *at as usize..][..2] else {
+                            unreachable!()
+                        };
+                        assert_eq!((a.matrix, a.product), (b.matrix, b.product));
+                        assert!(a.width().max(b.width()) <= launch.width.max(Width::W192));
+                        let (matrix, product) = (a.matrix as usize, usize::from(a.product));
+                        assert!(product < products - 1 || matrix >= wide);
+                        let seen = if waits_inside { &left } else { &before };
+                        let of_program = product.min(program.len() - 1);
+                        let is_left = |&other: &usize| seen[matrix * products + other] > 0;
+                        if waits[of_program].iter().any(is_left) {
+                            break;
+                        }
+                        left[matrix * products + product] -= 2 * PARTS_OF_A_TILE;
+                        *at += 1;
+                        moved = true;
+                    }
+                }
+            }
+        }
+        assert!(left.iter().all(|left| *left == 0));
+    }
+
+    #[test]
+    fn clusters_never_wait_in_a_circle_and_store_all() {
+        for (method, wide, tall, n, m) in [
+            (Method::Standard, 1, 0, 1, 1),
+            (Method::Standard, 1, 0, 1024, 1024),
+            (Method::Gram, 0, 1, 1024, 4096),
+            (Method::Gram, 2, 0, 2048, 8192),
+            (Method::Standard, 12, 0, 768, 768),
+            (Method::Gram, 7, 5, 768, 3072),
+            (Method::Gram, 30, 50, 100, 333),
+        ] {
+            let schedule = schedule(method, wide, tall, n, m);
+            for launch in &schedule.launches {
+                assert!((1..=CLUSTERS).contains(&launch.clusters));
+                let first =
+                    &schedule.first[launch.first_from..=launch.first_from + launch.clusters];
+                assert!(first.windows(2).all(|pair| pair[0] < pair[1]));
+            }
+            run(&schedule, method, wide);
+        }
+    }
+
+    /// 72 pairs a square product would be two rounds of 66 clusters if the matrices kept step.
+    #[test]
+    fn a_batch_that_does_not_keep_step_wastes_little() {
+        let program = program(Method::Standard, &Coefficients::default().steps(5));
+        let batch = Batch {
+            n: 768,
+            m: 768,
+            wide: 12,
+            tall: 0,
+        };
+        let schedule = Schedule::new(&program, batch, CLUSTERS);
+        assert_eq!(schedule.launches.len(), 1);
+        let dependent = Dependent::new(&program, batch);
+        let pairs = schedule.tiles.as_chunks::<2>().0.iter();
+        let work: u64 = pairs
+            .map(|pair| dependent.time(usize::from(pair[0].product), pair))
+            .sum();
+        let ideal = work / CLUSTERS as u64;
+        assert!(
+            schedule.end < ideal * 115 / 100,
+            "{} of {ideal}",
+            schedule.end
+        );
+    }
+}
