@@ -1,7 +1,7 @@
-//! Properties of a step, shown on the device: the host waits for it once, at the decision; its buffers are made once; all
-//! ranks end with the same bits.
+//! Properties of a step, shown on the device: the host waits for it only for the decision, and does not take more memory
+//! with every step; all ranks end with the same bits.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::Device;
 
 use crate::hand_in::Job;
@@ -45,15 +45,18 @@ fn host_runs_ahead(comm: &mut Timed, job: &mut Job, device: &Device) -> Result<(
     let stalled = comm.stall_after_decision(None).context("it was set")?;
     let over = stalled.over.as_ref().context("there was a decision")?;
     let stepped_first = !over.is_complete();
-    let verdict = |first| if first { "before" } else { "AFTER" };
+    ensure!(
+        handed_in_first,
+        "the hand-in waits for the device to do what it was given before"
+    );
+    ensure!(
+        stepped_first,
+        "a step waits for the device to do what it was given after the decision"
+    );
     say(
         comm,
-        format_args!(
-            "with the device held up, hand-in returns {} the device begins with it, and the step {} the device begins \
-             with what follows the decision",
-            verdict(handed_in_first),
-            verdict(stepped_first)
-        ),
+        "with the device held up, hand-in returns before the device begins with it, and the step before the device begins \
+         with what follows the decision",
     );
     Ok(())
 }

@@ -75,8 +75,9 @@ pub(crate) fn measure(comm: &mut Timed, model: &Model, device: &Device) -> Resul
         }
         let total = whole(comm, &mut job, device)?;
         let (split, asked) = split(comm, &mut job)?;
-        // Memory that was used once stays with the process, so this is the peak; others may share the device.
-        let peak = used(device)? - before;
+        // Memory that was used once stays with the process, so this is the peak, of the stage before, too; others may
+        // share the device.
+        let peak = used(device)?.saturating_sub(before);
         let rank = comm.rank();
         let predicted = job.optimizer.plan().predict(rank, &job.optimizer.terms());
         let mut alone = [0.0; 3];

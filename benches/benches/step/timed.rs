@@ -3,11 +3,11 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 use candle_core::{DType, Device, Tensor};
-use polarshard_comm::{Communicator, Completion, Error, Nccl, Op, Pause, Pending, Request};
+use polarshard_comm::{Communicator, Completion, Error, Nccl, Op, Pause, Pending, Request, Shared};
 use polarshard_partition::{Class, Rank, WorldSize};
 
 /// Elements of a reduction whose time is latency.
@@ -117,7 +117,7 @@ impl Clock {
 /// and ends nothing.
 #[derive(Debug, Clone)]
 pub(crate) struct Timed {
-    comm: Arc<Mutex<Nccl>>,
+    comm: Shared<Nccl>,
     pub(crate) clock: Clock,
     delay: usize,
     scratch: Option<Tensor>,
@@ -146,7 +146,7 @@ impl Stall {
 impl Timed {
     pub(crate) fn new(comm: Nccl, device: &Device) -> Result<Self> {
         Ok(Self {
-            comm: Arc::new(Mutex::new(comm)),
+            comm: Shared::new(comm),
             clock: Clock::new(device)?,
             delay: 0,
             scratch: None,
@@ -154,23 +154,18 @@ impl Timed {
         })
     }
 
-    fn comm(&self) -> MutexGuard<'_, Nccl> {
-        self.comm.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The mean of a number over ranks: the same on all of them. Waits for all.
     pub(crate) fn mean(&mut self, value: f64) -> Result<f64> {
         let values = Tensor::new(&[value], &Device::Cpu)?;
         let request = Request::all_reduce(Class::Control, &values);
-        let pending = self.comm().start(request)?;
+        let pending = self.comm.start(request)?;
         let sum = pending.finish(self.deadline())?.to_vec1::<f64>()?[0];
         Ok(sum / self.world().get() as f64)
     }
 
     /// Ends the world; no clone may be left.
     pub(crate) fn end(self) -> Result<()> {
-        let comm = Arc::into_inner(self.comm).ok_or_else(|| anyhow!("a clone is left"))?;
-        let comm = comm.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let comm = self.comm.into_inner().context("a clone is left")?;
         Ok(Box::new(comm).shutdown()?)
     }
 
@@ -196,7 +191,7 @@ impl Timed {
         });
         for _ in 0..self.delay {
             let again = Request::all_reduce(Class::Gradient, &scratch);
-            drop(self.comm().start(again)?);
+            drop(self.comm.start(again)?);
         }
         self.scratch = Some(scratch);
         Ok(())
@@ -205,15 +200,15 @@ impl Timed {
 
 impl Communicator for Timed {
     fn rank(&self) -> Rank {
-        self.comm().rank()
+        self.comm.rank()
     }
 
     fn world(&self) -> WorldSize {
-        self.comm().world()
+        self.comm.world()
     }
 
     fn deadline(&self) -> Duration {
-        self.comm().deadline()
+        self.comm.deadline()
     }
 
     fn start(&mut self, request: Request) -> Result<Pending, Error> {
@@ -223,7 +218,7 @@ impl Communicator for Timed {
         self.hold_up(&request)?;
         let buffer = request.buffer().clone();
         let watched = Watched {
-            pending: self.comm().start(request)?,
+            pending: self.comm.start(request)?,
             class,
             clock: self.clock.clone(),
             after_decision: Arc::clone(&self.after_decision),
@@ -232,14 +227,11 @@ impl Communicator for Timed {
     }
 
     fn pause(&self) -> Pause {
-        self.comm().pause()
+        self.comm.pause()
     }
 
-    fn shutdown(mut self: Box<Self>) -> Result<(), Error> {
-        let nothing = Tensor::zeros(1, DType::F64, &Device::Cpu).expect("one element");
-        let deadline = self.deadline();
-        let barrier = self.start(Request::all_reduce(Class::Control, &nothing))?;
-        barrier.finish(deadline).map(drop)
+    fn shutdown(self: Box<Self>) -> Result<(), Error> {
+        Box::new(self.comm).shutdown()
     }
 }
 

@@ -12,7 +12,9 @@ use crate::{Communicator, Error, Pause, Pending, Request};
 /// that work side by side. The ranks' requests must have the same order over all handles.
 ///
 /// [`shutdown`](Communicator::shutdown) of a handle waits for the other ranks and leaves the world
-/// as it is; [`into_inner`](Self::into_inner) gives the communicator back, to end it.
+/// as it is; [`into_inner`](Self::into_inner) gives the communicator back, to end it. The others
+/// hear of a rank that drops its handles only when it has dropped the last one: until then they wait
+/// for their deadline.
 #[derive(Debug)]
 pub struct Shared<C>(Arc<Mutex<C>>);
 

@@ -33,6 +33,15 @@ pub fn relative(found: &[f64], expected: &[f64]) -> f64 {
     }
 }
 
+/// What a step has changed, element by element.
+pub fn change(before: &[f64], after: &[f64]) -> Vec<f64> {
+    before
+        .iter()
+        .zip(after)
+        .map(|(before, after)| after - before)
+        .collect()
+}
+
 /// The Frobenius norm, in f64.
 pub fn norm(values: impl Iterator<Item = f64>) -> f64 {
     values.map(|value| value * value).sum::<f64>().sqrt()

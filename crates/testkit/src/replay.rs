@@ -7,7 +7,7 @@ use polarshard_muon::{Method, Precision, Rule, Rules};
 use polarshard_partition::{Plan, UpdateGroup};
 use polarshard_zero::{Config, Roles};
 
-use crate::compare::{relative, values64};
+use crate::compare::{change, relative, values64};
 use crate::devices::{moved, moved_gradients};
 use crate::golden::{Case, Golden, Group};
 use crate::harness::{on_ranks, train};
@@ -189,8 +189,8 @@ fn changes(
                 UpdateGroup::AdamW
             };
             if let Some(tolerance) = tolerance(golden.case.method, iterated, group, tensor.dims()) {
-                let ours = change(&ours[index], &ours_after[index])?;
-                let theirs = change(&theirs[index], &theirs_after[index])?;
+                let ours = change(&values64(&ours[index])?, &values64(&ours_after[index])?);
+                let theirs = change(&values64(&theirs[index])?, &values64(&theirs_after[index])?);
                 let error = relative(&ours, &theirs);
                 changes.push((
                     index,
@@ -206,15 +206,6 @@ fn changes(
         (ours, theirs) = (ours_after, theirs_after);
     }
     Ok(changes)
-}
-
-fn change(before: &Tensor, after: &Tensor) -> Result<Vec<f64>, Error> {
-    let (before, after) = (values64(before)?, values64(after)?);
-    Ok(before
-        .iter()
-        .zip(after)
-        .map(|(before, after)| after - before)
-        .collect())
 }
 
 /// What a parameter's error may be where we iterate in this dtype, and DeepSpeed in fp16 (`Gram`) or bf16; `None` where

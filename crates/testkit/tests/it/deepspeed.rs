@@ -188,9 +188,8 @@ fn check(comm: impl Communicator + 'static, device: &Device, setting: &Setting) 
             );
         }
     }
-    Ok(comm
-        .into_inner()
-        .map_or(Ok(()), |comm| Box::new(comm).shutdown())?)
+    let comm = comm.into_inner().context("an optimizer has not ended")?;
+    Ok(Box::new(comm).shutdown()?)
 }
 
 fn config(setting: &Setting) -> Result<Config> {
