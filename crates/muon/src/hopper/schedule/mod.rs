@@ -92,6 +92,7 @@ impl Schedule {
         self.tiles.iter().map(of).sum()
     }
 }
+
 /// The sum of a product's tiles goes over so many times 64.
 fn k_blocks(product: &Product, batch: Batch) -> u64 {
     let columns_of_a = match product.a {
@@ -100,12 +101,12 @@ fn k_blocks(product: &Product, batch: Batch) -> u64 {
     };
     columns_of_a.div_ceil(BLOCK) as u64
 }
+
 #[cfg(test)]
 mod tests {
     use super::dealt::PARTS_OF_A_TILE;
     use super::*;
-    use crate::hopper::program::program;
-    use crate::hopper::program::waits;
+    use crate::hopper::program::{program, waits};
     use crate::{Coefficients, Method};
 
     const CLUSTERS: usize = 66; // of an H200
