@@ -207,6 +207,10 @@ impl Communicator for Timed {
         self.comm.world()
     }
 
+    fn handle(&self) -> u64 {
+        self.comm.handle()
+    }
+
     fn deadline(&self) -> Duration {
         self.comm.deadline()
     }

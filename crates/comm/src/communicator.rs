@@ -20,6 +20,11 @@ pub trait Communicator: fmt::Debug + Send {
     /// How many ranks there are.
     fn world(&self) -> WorldSize;
 
+    /// Which handle on its world this is, where there are several, as of [`Shared`](crate::Shared).
+    fn handle(&self) -> u64 {
+        0
+    }
+
     /// How long a request may take, from when it is at the head of its rank's queue.
     fn deadline(&self) -> Duration;
 
@@ -49,6 +54,10 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
 
     fn world(&self) -> WorldSize {
         (**self).world()
+    }
+
+    fn handle(&self) -> u64 {
+        (**self).handle()
     }
 
     fn deadline(&self) -> Duration {

@@ -80,6 +80,10 @@ impl<C: Communicator> Communicator for Faulty<C> {
         self.world
     }
 
+    fn handle(&self) -> u64 {
+        self.inner.as_ref().map_or(0, Communicator::handle)
+    }
+
     fn deadline(&self) -> Duration {
         self.deadline
     }

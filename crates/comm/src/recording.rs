@@ -39,6 +39,10 @@ impl<C: Communicator> Communicator for Recording<C> {
         self.inner.world()
     }
 
+    fn handle(&self) -> u64 {
+        self.inner.handle()
+    }
+
     fn deadline(&self) -> Duration {
         self.inner.deadline()
     }

@@ -70,6 +70,10 @@ impl<C: Communicator> Communicator for Partial<C> {
         self.inner.world()
     }
 
+    fn handle(&self) -> u64 {
+        self.inner.handle()
+    }
+
     fn deadline(&self) -> Duration {
         self.inner.deadline()
     }

@@ -27,6 +27,11 @@ impl Channel {
         self.comm.world()
     }
 
+    /// Which of the handles on its world it uses.
+    pub(crate) fn handle(&self) -> u64 {
+        self.comm.handle()
+    }
+
     pub(crate) fn deadline(&self) -> Duration {
         self.comm.deadline()
     }

@@ -17,7 +17,9 @@ pub(crate) fn verify(channel: &mut Channel, weights: &[Weight]) -> Result<()> {
         .collect::<Result<Vec<_>>>()?;
     let all = checksums
         .iter()
-        .fold(DigestWriter::new(), |all, digest| all.u64(digest.0))
+        .fold(DigestWriter::new().u64(channel.handle()), |all, digest| {
+            all.u64(digest.0)
+        })
         .finish();
     let rank = channel.rank();
     // One number a rank; all weights' numbers travel only where ranks differ.

@@ -20,5 +20,6 @@ mod param_store;
 mod partial_reduction;
 mod policies;
 mod schedules;
+mod shared;
 mod support;
 mod weighted;

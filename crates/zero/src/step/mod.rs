@@ -215,7 +215,8 @@ fn census(intake: &Intake, shard: &Shard, config: &Config, steps: u64) -> Result
         .u64(steps)
         .u64(cycle.done as u64)
         .u64(hyper_parameters.0)
-        .u64(intake.channel.issued());
+        .u64(intake.channel.issued())
+        .u64(intake.channel.handle());
     census.state = Some(state.finish().0);
     Ok(census)
 }
