@@ -50,14 +50,17 @@ impl Launch {
     /// Rank `rank` of `world`, all on one machine, with rank 0 at `address` and `port`.
     ///
     /// # Errors
-    /// [`SetupError::OutsideWorld`] if there is no such rank, and [`SetupError::Variable`] for a port
-    /// that is 0 or leaves no room for a second one.
+    /// [`SetupError::OutsideWorld`] if there is no such rank, and [`SetupError::Variable`] for a world of
+    /// more than 2²⁰ ranks and a port that is 0 or leaves no room for a second one.
     pub fn new(
         rank: Rank,
         world: WorldSize,
         address: impl Into<String>,
         port: u16,
     ) -> Result<Self, SetupError> {
+        if world.get() > MOST_RANKS {
+            return Err(variable("world", world.to_string(), A_WORLD));
+        }
         if rank.0 >= world.get() {
             return Err(SetupError::OutsideWorld {
                 rank: rank.0,
@@ -83,10 +86,11 @@ impl Launch {
     /// the agent itself listens there, and the next port is taken.
     ///
     /// # Errors
-    /// [`SetupError::Variable`], [`SetupError::Unset`] and [`SetupError::OutsideWorld`], with the
-    /// variable and its value.
+    /// [`SetupError::Variable`] and [`SetupError::Unset`], with the variable and its value;
+    /// [`SetupError::OutsideWorld`] and [`SetupError::OutsideMachine`].
     pub fn from_env() -> Result<Option<Self>, SetupError> {
-        Self::from_lookup(|name| std::env::var(name).ok())
+        // What is no text is shown as far as it is, by the error of whoever reads it.
+        Self::from_lookup(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))
     }
 
     /// The same with another environment.
@@ -102,12 +106,14 @@ impl Launch {
     /// Sets which process of its machine this is: the ordinal of its device, usually.
     ///
     /// # Errors
-    /// [`SetupError::OutsideWorld`] if there is no such rank on the machine.
+    /// [`SetupError::OutsideMachine`] if there is no such rank on the machine, or the machine has more
+    /// than the world.
     pub fn with_local(self, local_rank: usize, local_world: usize) -> Result<Self, SetupError> {
         if local_rank >= local_world || local_world > self.world.get() {
-            return Err(SetupError::OutsideWorld {
-                rank: local_rank,
-                world: local_world.min(self.world.get()),
+            return Err(SetupError::OutsideMachine {
+                local_rank,
+                local_world,
+                world: self.world.get(),
             });
         }
         Ok(Self {
@@ -163,6 +169,10 @@ impl Launch {
 }
 
 const A_PORT: &str = "a port below 65535";
+
+/// More than there are devices anywhere: a number beyond is a mistake, and tables of it would fill the memory.
+const MOST_RANKS: usize = 1 << 20;
+const A_WORLD: &str = "a number of ranks from 1 to 1048576";
 
 fn ports(name: &str, port: u16) -> Result<[u16; 2], SetupError> {
     match port.checked_add(1) {
@@ -269,7 +279,19 @@ mod tests {
             ("RANK=x WORLD_SIZE=2", "RANK is \"x\" instead of a number"),
             (
                 "RANK=0 WORLD_SIZE=0",
-                "WORLD_SIZE is \"0\" instead of a number of ranks above 0",
+                "WORLD_SIZE is \"0\" instead of a number of ranks from 1 to 1048576",
+            ),
+            (
+                "RANK=0 WORLD_SIZE=18446744073709551615",
+                "WORLD_SIZE is \"18446744073709551615\" instead of a number of ranks from 1 to 1048576",
+            ),
+            (
+                "RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=8 MASTER_ADDR=a",
+                "local rank 0 of 8 on this machine does not fit a world of 1",
+            ),
+            (
+                "RANK=0 WORLD_SIZE=2 LOCAL_RANK=3 LOCAL_WORLD_SIZE=2",
+                "local rank 3 of 2 on this machine does not fit a world of 2",
             ),
             (
                 "RANK=2 WORLD_SIZE=2",
@@ -306,7 +328,7 @@ mod tests {
             ),
             (
                 "PMI_RANK=0 PMI_SIZE=1 MPI_LOCALNRANKS=0",
-                "rank 0 is outside the world of 0 ranks",
+                "local rank 0 of 0 on this machine does not fit a world of 1",
             ),
         ] {
             assert_eq!(

@@ -140,6 +140,18 @@ pub enum SetupError {
         /// The number of ranks.
         world: usize,
     },
+    /// The ranks of a machine do not fit into the world, or a rank of the machine not among them.
+    #[error(
+        "local rank {local_rank} of {local_world} on this machine does not fit a world of {world}"
+    )]
+    OutsideMachine {
+        /// The rank among those of its machine.
+        local_rank: usize,
+        /// How many the machine has.
+        local_world: usize,
+        /// The number of ranks.
+        world: usize,
+    },
     /// A child process could not be started or awaited.
     #[error("the process of rank {rank}: {source}")]
     Child {

@@ -2,7 +2,7 @@
 
 use polarshard_partition::{DigestWriter, Rank, WorldSize};
 
-use super::{A_PORT, Launch, hosts, ports, variable};
+use super::{A_PORT, A_WORLD, Launch, MOST_RANKS, hosts, ports, variable};
 use crate::SetupError;
 
 /// What the first launcher that is found says.
@@ -164,8 +164,9 @@ impl Environment<'_> {
     fn launch(&self, rank: &str, size: &str) -> Result<Launch, SetupError> {
         let at = self.number(rank, rank)?;
         let count = self.number(size, rank)?;
-        let world = WorldSize::new(count)
-            .map_err(|_| variable(size, count.to_string(), "a number of ranks above 0"))?;
+        let world = WorldSize::new(count).ok();
+        let world = world.filter(|world| world.get() <= MOST_RANKS);
+        let world = world.ok_or_else(|| variable(size, count.to_string(), A_WORLD))?;
         Launch::new(Rank(at), world, "127.0.0.1", 1)
     }
 

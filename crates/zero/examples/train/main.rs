@@ -70,9 +70,11 @@ fn train_and_tell(options: &Options, train: impl FnOnce(&Text) -> Result<Run>) -
     );
     println!("text: {training} bytes to train on, {held_out} held out");
 
-    // Before training: a folder that cannot be made or a file that cannot be read should not cost a run.
+    // Before training: a folder that cannot be written to or a file that cannot be read should not cost a run.
     fs::create_dir_all(&options.out)
         .with_context(|| format!("cannot make {}", options.out.display()))?;
+    tempfile::tempfile_in(&options.out)
+        .with_context(|| format!("cannot write to {}", options.out.display()))?;
     let beside = options.beside.as_deref().map(Saved::read).transpose()?;
 
     let started = Instant::now();

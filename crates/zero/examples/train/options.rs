@@ -149,6 +149,14 @@ impl Options {
     /// Refuses what no machine can hold: an allocation that fails ends the process without a word about the option.
     fn check_sizes(&self) -> Result<()> {
         const MOST: u128 = 1 << 36;
+        const MOST_RANKS: usize = 1 << 12;
+        for (option, ranks) in [("--world", self.world), ("--spawn", self.spawn)] {
+            let ranks = ranks.map_or(0, NonZeroUsize::get);
+            ensure!(
+                ranks <= MOST_RANKS,
+                "{option} {ranks} is more than the {MOST_RANKS} ranks that one machine can be asked for"
+            );
+        }
         let [batch, context, width, heads, layers] = [
             self.batch,
             self.context,

@@ -50,8 +50,6 @@ pub(crate) fn tell(
             curve: unsharded.curve,
         });
     }
-    draw(options, run, curve, other.as_ref())?;
-
     let identical = ranks.iter().all(|rank| rank.identical);
     let times = match steps.checked_div(options.verify_every) {
         Some(times) => format!(", and {times} times on the way"),
@@ -61,6 +59,7 @@ pub(crate) fn tell(
         "replicas identical: {}{times}",
         if identical { "yes" } else { "no" }
     );
+    draw(options, run, curve, other.as_ref())?;
     ensure!(identical, "the ranks ended with different weights");
     ensure!(
         as_predicted,

@@ -23,8 +23,17 @@ impl Saved {
 
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let json = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-        serde_json::from_slice(&json)
+        let saved = serde_json::from_slice(&json).ok();
+        saved
+            .filter(Self::can_be_drawn)
             .with_context(|| format!("{} is no curve of an earlier run", path.display()))
+    }
+
+    /// Whether it can come from a run: what cannot would end up in a picture that no program shows.
+    fn can_be_drawn(&self) -> bool {
+        let evaluations = self.curve.held_out.iter().map(|evaluation| evaluation.loss);
+        let mut losses = self.curve.training.iter().copied().chain(evaluations);
+        losses.all(|loss| (0.0..1e6).contains(&loss)) && !self.title.contains(char::is_control)
     }
 }
 
@@ -43,11 +52,18 @@ mod tests {
         saved.write(&path).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), json);
 
-        fs::write(&path, "5.5,2.25").unwrap();
-        let error = Saved::read(&path).unwrap_err().to_string();
-        assert!(
-            error.ends_with("loss.json is no curve of an earlier run"),
-            "{error}"
-        );
+        for foreign in [
+            "5.5,2.25",
+            &json.replace("5.5", "1e308"),
+            &json.replace("2.5", "-1"),
+            &json.replace("Muon", "\\u0000"),
+        ] {
+            fs::write(&path, foreign).unwrap();
+            let error = Saved::read(&path).unwrap_err().to_string();
+            assert!(
+                error.ends_with("loss.json is no curve of an earlier run"),
+                "{error}"
+            );
+        }
     }
 }
