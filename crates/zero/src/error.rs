@@ -95,6 +95,9 @@ pub enum Error {
         /// The parameter.
         name: String,
     },
+    /// A second optimizer was asked for: a store has one for life, also when that has ended.
+    #[error("this `ParamStore` has an optimizer already")]
+    HasOptimizer,
     /// A name is not in the store.
     #[error("there is no parameter `{name}`")]
     UnknownName {
@@ -164,9 +167,11 @@ pub enum Error {
         /// The gradient's.
         found: DeviceLocation,
     },
-    /// `loss.backward()` was called on a model of a `ParamStore`.
+    /// `loss.backward()` was called on a model of a `ParamStore`, or `backward` of another optimizer on a loss that reaches
+    /// it.
     #[error(
-        "a gradient of `{name}` came outside `backward` of its optimizer: call `optimizer.backward(&loss)`"
+        "a gradient of `{name}` came outside `backward` of its optimizer: call `optimizer.backward(&loss)`; a loss that \
+         reaches the weights of another optimizer's model, too, cannot be differentiated"
     )]
     OutsideBackward {
         /// The parameter.

@@ -9,7 +9,7 @@ use safetensors::Dtype;
 #[non_exhaustive]
 pub enum Error {
     /// The file cannot be read.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: it cannot be read", path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -17,7 +17,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The file is not in the safetensors format.
-    #[error("{}: not a safetensors file: {source}", path.display())]
+    #[error("{}: not a safetensors file", path.display())]
     Format {
         /// The file.
         path: PathBuf,
@@ -35,7 +35,7 @@ pub enum Error {
         key: String,
     },
     /// The value of a key of the metadata is not what it should be.
-    #[error("{}: metadata `{key}`: {source}", path.display())]
+    #[error("{}: metadata `{key}` is not as it should be", path.display())]
     Metadata {
         /// The file.
         path: PathBuf,
@@ -79,7 +79,7 @@ pub enum Error {
         expected: Vec<usize>,
     },
     /// A tensor cannot be made.
-    #[error("{}: tensor `{key}`: {source}", path.display())]
+    #[error("{}: tensor `{key}` cannot be made", path.display())]
     Tensor {
         /// The file.
         path: PathBuf,

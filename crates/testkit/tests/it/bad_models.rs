@@ -490,7 +490,7 @@ fn a_store_has_one_optimizer() -> Result<()> {
         store.optimizer(Box::new(comm), Config::default()).map(drop)
     })?;
     ensure!(
-        matches!(&second[..], [Outcome::Failed(Error::Sealed { .. })]),
+        matches!(&second[..], [Outcome::Failed(Error::HasOptimizer)]),
         "{second:?}"
     );
     Ok(())
@@ -504,7 +504,7 @@ fn a_store_is_of_one_rank() -> Result<()> {
     let outcomes = on_ranks(2, |comm| {
         store.optimizer(Box::new(comm), Config::default()).map(drop)
     })?;
-    let sealed = |outcome: &Outcome<_, _>| matches!(outcome, Outcome::Failed(Error::Sealed { .. }));
+    let sealed = |outcome: &Outcome<_, _>| matches!(outcome, Outcome::Failed(Error::HasOptimizer));
     let left = |outcome: &Outcome<_, _>| match outcome {
         Outcome::Failed(error @ Error::Comm(_)) => !error.to_string().contains("not done within"),
         _ => false,

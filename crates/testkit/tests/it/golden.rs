@@ -180,7 +180,7 @@ fn what_is_not_reproduced_is_refused_by_name() -> Result<()> {
         (
             r#"\"multi\""#,
             r#"\"malti\""#,
-            "metadata `case`: missing field `multi`",
+            "metadata `case` is not as it should be: missing field `multi`",
         ),
         (
             r#""partition_size""#,
@@ -208,7 +208,7 @@ fn what_is_not_reproduced_is_refused_by_name() -> Result<()> {
         let path = changed(&folder, |bytes| replace(bytes, from, to))?;
         match Golden::read(&path) {
             Err(error) => {
-                let text = error.to_string();
+                let text = format!("{:#}", anyhow::Error::from(error));
                 ensure!(
                     text.contains(message) && text.contains("changed.safetensors"),
                     "{text}"

@@ -59,16 +59,16 @@ pub(crate) struct Options {
     #[arg(long, overrides_with = "overlap")]
     no_overlap: bool,
     /// The greatest norm of the mean gradient; a greater one is scaled down to it.
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     pub(crate) clip: Option<f64>,
     /// The highest learning rate of Muon; a short warm-up leads to it, and a cosine from it.
-    #[arg(long, default_value_t = 0.02)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 0.02)]
     pub(crate) lr: f64,
     /// The highest learning rate of AdamW, on the same schedule.
-    #[arg(long, default_value_t = 0.004)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 0.004)]
     pub(crate) adamw_lr: f64,
     /// Decoupled weight decay of the hidden matrices.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 0.0)]
     pub(crate) weight_decay: f64,
     /// Sequences in a micro-batch.
     #[arg(long, default_value = "4")]

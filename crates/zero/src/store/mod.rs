@@ -142,8 +142,8 @@ impl ParamStore {
     /// Makes the optimizer of all trained weights. After it, no new name can be asked for.
     ///
     /// # Errors
-    /// [`Error::NoParameters`], [`Error::UnmatchedPattern`], [`Error::Offload`], [`Error::Sealed`] if the store has an
-    /// optimizer, an invalid [`Config`], and [`Error::Disagreement`] if ranks differ.
+    /// [`Error::NoParameters`], [`Error::UnmatchedPattern`], [`Error::Offload`], [`Error::HasOptimizer`] if the store
+    /// has an optimizer, or had one, an invalid [`Config`], and [`Error::Disagreement`] if ranks differ.
     pub fn optimizer(&self, comm: Box<dyn Communicator>, config: Config) -> Result<ZeroOptimizer> {
         // Sealed before ranks wait for each other: one of them may have come here with a clone of this store, and must be
         // refused, not kept waiting for the registry.
@@ -275,10 +275,7 @@ impl Registry {
     /// From now on no name can be added, and no second optimizer made.
     fn seal(&mut self) -> Result<()> {
         if std::mem::replace(&mut self.sealed, true) {
-            let first = self.entries.first();
-            return Err(Error::Sealed {
-                name: first.map(|entry| entry.name.clone()).unwrap_or_default(),
-            });
+            return Err(Error::HasOptimizer);
         }
         Ok(())
     }
