@@ -316,10 +316,17 @@ impl Intake {
         Ok(local.as_ref().expect("it was just made"))
     }
 
+    /// Gives a bucket a buffer, unless it has one. Its padding is zeroed here and not where it is issued, which must not
+    /// fail half-way: a bucket that could not be opened is opened again.
     fn open(&mut self, bucket: usize) -> Result<()> {
         if matches!(self.slots[bucket], Slot::Empty) {
             let lane = &self.lanes[bucket];
             let buffer = self.buffers.take(lane.space, lane.len)?;
+            let mut padding = lane.padding.iter();
+            if let Err(error) = padding.try_for_each(|gap| flat::zero(&buffer.used, *gap)) {
+                self.buffers.give_back(buffer);
+                return Err(error.into());
+            }
             self.held.add(buffer.bytes());
             self.slots[bucket] = Slot::Filling { buffer, arrived: 0 };
         }
@@ -342,9 +349,6 @@ impl Intake {
         else {
             unreachable!("only open buckets are issued")
         };
-        for gap in &self.lanes[bucket].padding {
-            flat::zero(&buffer.used, *gap)?;
-        }
         let ops = self.plan.buckets()[bucket]
             .ops
             .iter()
@@ -382,11 +386,13 @@ impl Intake {
         else {
             return Ok(());
         };
-        pending.wait()?;
-        self.reduced.fold(bucket, &buffer.used)?;
+        let waited = pending.wait();
         self.held.remove(buffer.bytes());
+        // A buffer that was not waited for may still be written: it is not used again.
+        waited?;
+        let folded = self.reduced.fold(bucket, &buffer.used);
         self.buffers.give_back(buffer);
-        Ok(())
+        folded
     }
 
     /// Reduces all buckets that have not been reduced in this micro-batch; what did not come is zero. An error ends the
@@ -439,5 +445,84 @@ fn operation(reduction: &Reduction) -> Op {
         Reduction::AllReduce(span) => Op::AllReduce(span),
         Reduction::Reduce { span, root } => Op::Reduce { span, root },
         Reduction::ReduceScatter(span) => Op::ReduceScatter(span),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+    use std::time::Duration;
+
+    use candle_core::Device;
+    use polarshard_comm::Loopback;
+    use polarshard_partition::WorldSize;
+
+    use super::*;
+    use crate::config::Config;
+
+    /// Of two vectors so long, each a bucket with an element of padding, on one rank.
+    fn intake(len: usize) -> Result<Intake> {
+        let comm = Loopback::world(WorldSize::new(1)?, Duration::from_secs(10)).swap_remove(0);
+        let vector = |name: &str| {
+            let values = Tensor::ones(len, DType::F32, &Device::Cpu)?;
+            Weight::new(name.to_owned(), &values, false)
+        };
+        let weights = Arc::new(vec![vector("a")?, vector("b")?]);
+        let config = Config {
+            bucket_size: NonZeroUsize::MIN,
+            ..Config::default()
+        };
+        let mut channel = Channel::new(Box::new(comm));
+        let setup = Setup::new(&mut channel, &weights, config)?;
+        Intake::new(channel, &setup, weights)
+    }
+
+    /// Hands in gradients in plan order, until one is refused.
+    fn hand_in(intake: &mut Intake) -> Result<()> {
+        let gradient = intake.weights[0].values().ones_like()?;
+        let mut params = intake.plan.clone().params().plan_order();
+        params.try_for_each(|param| intake.accept(param, &gradient))
+    }
+
+    /// The micro-batch ends with `refused`, all its buckets are reduced, and nothing is left behind.
+    fn ends(intake: &mut Intake, refused: &Error, issued_before: u64) -> Result<()> {
+        let ended = intake.end().expect_err("a gradient was refused");
+        assert_eq!(ended.to_string(), refused.to_string());
+        assert!(!ended.is_fatal(), "{ended:?}");
+        let buckets = intake.lanes.len() as u64;
+        assert_eq!(intake.channel.issued() - issued_before, buckets);
+        intake.clear();
+        assert_eq!(intake.held.peak(), 0, "bytes held after the micro-batch");
+        // Each bucket is filled while the one before it is reduced.
+        assert_eq!(intake.buffers.free_bytes(), 2 * 4 * size_of::<f32>());
+        intake.begin(1.0)?;
+        hand_in(intake)?;
+        intake.end()
+    }
+
+    #[test]
+    fn padding_that_cannot_be_zeroed_costs_the_micro_batch_alone() -> Result<()> {
+        for bucket in 0..2 {
+            let mut intake = intake(3)?;
+            let before = intake.channel.issued();
+            intake.begin(1.0)?;
+            let beyond = vec![Span::new(3, 4), Span::new(4, 5)];
+            let padding = std::mem::replace(&mut intake.lanes[bucket].padding, beyond);
+            let refused = hand_in(&mut intake).expect_err("the span is beyond the buffer");
+            intake.lanes[bucket].padding = padding;
+            ends(&mut intake, &refused, before)?;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_sum_that_cannot_be_kept_costs_the_micro_batch_alone() -> Result<()> {
+        let (mut intake, mut longer) = (intake(3)?, intake(9)?);
+        let before = intake.channel.issued();
+        intake.begin(1.0)?;
+        std::mem::swap(&mut intake.reduced, &mut longer.reduced);
+        let refused = hand_in(&mut intake).expect_err("the buffer is too short for it");
+        std::mem::swap(&mut intake.reduced, &mut longer.reduced);
+        ends(&mut intake, &refused, before)
     }
 }
