@@ -52,6 +52,6 @@ fn all_gather(comm: &mut dyn Communicator, own: &[f64]) -> Result<Vec<f64>> {
     let mut all = vec![0.0; world * own.len()];
     all[rank * own.len()..][..own.len()].copy_from_slice(own);
     let buffer = Tensor::new(all, &Device::Cpu)?;
-    let pending = comm.start(Request::all_gather(Class::Control, &buffer))?;
-    Ok(pending.finish(comm.deadline())?.to_vec1()?)
+    let in_flight = comm.start(Request::all_gather(Class::Control, &buffer))?;
+    Ok(in_flight.finish(comm.deadline())?.to_vec1()?)
 }

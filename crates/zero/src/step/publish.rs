@@ -17,12 +17,12 @@ pub(crate) struct Publisher {
     staging: Buffers,
 }
 
-/// A window under way.
+/// A window whose gathering was started.
 struct Gathering<'a> {
     block: &'a Block,
     window: Span,
     staging: Option<Buffer>,
-    pending: Pending,
+    in_flight: Pending,
 }
 
 impl Publisher {
@@ -47,7 +47,7 @@ impl Publisher {
         weights: &[Weight],
     ) -> Result<()> {
         let world = channel.world().get();
-        let mut under_way: Option<Gathering<'_>> = None;
+        let mut gathering: Option<Gathering<'_>> = None;
         for (id, master) in plan.layout().block_ids().zip(masters) {
             let block = plan.layout().block(id);
             let space = plan.layout().space(block.space);
@@ -62,18 +62,18 @@ impl Publisher {
                     (staging.used.clone(), Some(staging))
                 };
                 let request = Request::all_gather(Class::Weight, &gathered);
-                let gathering = Gathering {
+                let started = Gathering {
                     block,
                     window,
                     staging,
-                    pending: channel.start(request)?,
+                    in_flight: channel.start(request)?,
                 };
-                if let Some(before) = under_way.replace(gathering) {
+                if let Some(before) = gathering.replace(started) {
                     self.finish(before, world, weights)?;
                 }
             }
         }
-        under_way.map_or(Ok(()), |last| self.finish(last, world, weights))
+        gathering.map_or(Ok(()), |last| self.finish(last, world, weights))
     }
 
     fn finish(&mut self, gathering: Gathering<'_>, world: usize, weights: &[Weight]) -> Result<()> {
@@ -81,9 +81,9 @@ impl Publisher {
             block,
             window,
             staging,
-            pending,
+            in_flight,
         } = gathering;
-        let gathered = pending.wait()?;
+        let gathered = in_flight.wait()?;
         copy_out(block, world, window, &gathered, weights)?;
         if let Some(staging) = staging {
             self.staging.give_back(staging);

@@ -47,24 +47,24 @@ impl Shard {
         let dtype = muon.newton_schulz.iterate.on(self.device());
         let mut results = Fragments::new(dtype, self.device());
         // What is here is worked on while the rest is on its way.
-        let coming = self.send(ExchangeKind::Updates, channel, &updates)?;
+        let in_flight = self.send(ExchangeKind::Updates, channel, &updates)?;
         let here = self.jobs(rank, verdict, |id| {
             !self.is_brought(ExchangeKind::Updates, id)
         });
         self.orthogonalize(&here, &updates, &mut results, muon)?;
-        self.receive(ExchangeKind::Updates, coming, &mut updates)?;
+        self.receive(ExchangeKind::Updates, in_flight, &mut updates)?;
         let late = self.jobs(rank, verdict, |id| {
             self.is_brought(ExchangeKind::Updates, id)
         });
         self.orthogonalize(&late, &updates, &mut results, muon)?;
 
         let orthogonalized = here.len() + late.len();
-        let coming = self.send(ExchangeKind::Results, channel, &results)?;
+        let in_flight = self.send(ExchangeKind::Results, channel, &results)?;
         self.adamw(reduced, &factors, verdict, adamw)?;
         self.apply(&results, verdict, muon, |id| {
             !self.is_brought(ExchangeKind::Results, id)
         })?;
-        self.receive(ExchangeKind::Results, coming, &mut results)?;
+        self.receive(ExchangeKind::Results, in_flight, &mut results)?;
         self.apply(&results, verdict, muon, |id| {
             self.is_brought(ExchangeKind::Results, id)
         })?;
@@ -129,8 +129,8 @@ impl Shard {
                 let gradient = reduced.slice(slice)?;
                 wholes.put(slice.param, slice.span.start, gradient);
             }
-            let coming = self.send(ExchangeKind::Gradients, channel, &wholes)?;
-            self.receive(ExchangeKind::Gradients, coming, &mut wholes)?;
+            let in_flight = self.send(ExchangeKind::Gradients, channel, &wholes)?;
+            self.receive(ExchangeKind::Gradients, in_flight, &mut wholes)?;
         }
         Ok(wholes)
     }
@@ -213,11 +213,11 @@ impl Shard {
     fn receive(
         &self,
         kind: ExchangeKind,
-        coming: Option<Pending>,
+        in_flight: Option<Pending>,
         fragments: &mut Fragments,
     ) -> Result<()> {
-        match (self.exchanges.get(&kind), coming) {
-            (Some(exchange), Some(coming)) => exchange.receive(coming, fragments),
+        match (self.exchanges.get(&kind), in_flight) {
+            (Some(exchange), Some(in_flight)) => exchange.receive(in_flight, fragments),
             _ => Ok(()),
         }
     }
