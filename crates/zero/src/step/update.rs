@@ -87,11 +87,11 @@ impl Shard {
             let sum = reduced.place(slice);
             (!skipped(verdict, slice)).then(|| (factors(slice.param), sum))
         };
-        for ((factors, _), run) in stretches.iter().flat_map(|all| all.runs(treatment)) {
-            let gradient = mean(&reduced.run(&run)?, factors)?;
-            let momentum = flat::view(momentum, run.in_state)?;
+        for ((factors, _), section) in stretches.iter().flat_map(|all| all.sections(treatment)) {
+            let gradient = mean(&reduced.section(&section)?, factors)?;
+            let momentum = flat::view(momentum, section.in_state)?;
             let update = momentum_update(&momentum, &gradient, muon.momentum, muon.nesterov)?;
-            for (slice, part) in run.slices.iter().zip(run.parts(&update)?) {
+            for (slice, part) in section.slices.iter().zip(section.parts(&update)?) {
                 updates.put(slice.param, slice.span.start, part);
             }
         }
@@ -242,12 +242,14 @@ impl Shard {
             let (sum, step) = (reduced.place(slice), self.adamw_steps[slice.param.index()]);
             (!skipped(verdict, slice)).then(|| (factors(slice.param), step, sum))
         };
-        for ((factors, step, _), run) in stretches.iter().flat_map(|all| all.runs(treatment)) {
-            let gradient = mean(&reduced.run(&run)?, factors)?;
-            let weights = flat::view(&self.masters[run.block.index()], run.in_shard)?;
+        for ((factors, step, _), section) in
+            stretches.iter().flat_map(|all| all.sections(treatment))
+        {
+            let gradient = mean(&reduced.section(&section)?, factors)?;
+            let weights = flat::view(&self.masters[section.block.index()], section.in_shard)?;
             let (first, second) = (
-                flat::view(first, run.in_state)?,
-                flat::view(second, run.in_state)?,
+                flat::view(first, section.in_state)?,
+                flat::view(second, section.in_state)?,
             );
             adamw_update(&weights, &first, &second, &gradient, step, config)?;
         }
