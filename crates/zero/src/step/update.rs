@@ -8,7 +8,7 @@ use polarshard_partition::{ExchangeKind, Matrix, MatrixId, ParamId, Rank};
 use super::decision::Verdict;
 use super::fragments::Fragments;
 use super::owned::OwnedSlice;
-use super::shard::Shard;
+use super::shard::{AdamWState, MuonState, Shard};
 use crate::channel::Channel;
 use crate::config::is_usable;
 use crate::error::Result;
@@ -82,7 +82,10 @@ impl Shard {
     ) -> Result<Fragments> {
         let wholes = self.whole_gradients(channel, reduced)?;
         let mut updates = Fragments::new(DType::F32, self.device());
-        let (stretches, momentum) = &self.muon;
+        let MuonState {
+            stretches,
+            momentum,
+        } = &self.muon;
         let treatment = |slice: &OwnedSlice| {
             let sum = reduced.place(slice);
             (!skipped(verdict, slice)).then(|| (factors(slice.param), sum))
@@ -237,7 +240,11 @@ impl Shard {
         for (param, absent) in verdict.absent.iter().enumerate() {
             self.adamw_steps[param] += u64::from(!absent);
         }
-        let (stretches, [first, second]) = &self.adamw;
+        let AdamWState {
+            stretches,
+            first,
+            second,
+        } = &self.adamw;
         let treatment = |slice: &OwnedSlice| {
             let (sum, step) = (reduced.place(slice), self.adamw_steps[slice.param.index()]);
             (!skipped(verdict, slice)).then(|| (factors(slice.param), step, sum))
