@@ -118,3 +118,67 @@ fn copy_out(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+    use std::time::Duration;
+
+    use candle_core::DType;
+    use polarshard_comm::{Loopback, ranks};
+    use polarshard_partition::{Placement, WorldSize};
+
+    use super::*;
+    use crate::config::Config;
+    use crate::setup::{Setup, terms};
+
+    /// What a rank stages after two rounds, and what was predicted.
+    fn staged(comm: Loopback, config: Config) -> Result<[u64; 2]> {
+        let shapes: [(&[usize], _); 4] = [
+            (&[7, 5], DType::BF16),
+            (&[30], DType::F32),
+            (&[6, 6], DType::BF16),
+            (&[9], DType::F32),
+        ];
+        let weights = shapes.iter().enumerate().map(|(index, (shape, dtype))| {
+            let values = Tensor::zeros(*shape, *dtype, &Device::Cpu)?;
+            Weight::new(index.to_string(), &values, false)
+        });
+        let weights = weights.collect::<Result<Vec<_>>>()?;
+        let mut channel = Channel::new(Box::new(comm));
+        let setup = Setup::new(&mut channel, &weights, config)?;
+        let (plan, device) = (&setup.plan, &setup.device);
+        let (rank, world) = (channel.rank(), channel.world());
+        let terms = terms(plan.params(), world, &setup.config, device);
+        let predicted = plan.predict(rank, &terms).memory.staging.0;
+        let blocks = plan.layout().blocks().iter();
+        let masters = blocks.map(|block| flat::zeros(block.shard_len, DType::F32, device));
+        let masters = masters.collect::<candle_core::Result<Vec<_>>>()?;
+        let mut publisher = Publisher::new(plan, world.get(), device);
+        for _ in 0..2 {
+            publisher.publish(&mut channel, plan, &masters, &weights)?;
+        }
+        Ok([publisher.staging.free_bytes() as u64, predicted])
+    }
+
+    #[test]
+    fn what_is_staged_was_predicted() -> Result<()> {
+        for placement in Placement::ALL {
+            // In windows that tile a block and in ones that do not, or block by block.
+            for (ranks, bucket_size) in [(1, 40), (2, 40), (3, 16), (3, 1000)] {
+                let config = Config {
+                    placement,
+                    bucket_size: NonZeroUsize::new(bucket_size).expect("not zero"),
+                    ..Config::default()
+                };
+                let world = Loopback::world(WorldSize::new(ranks)?, Duration::from_secs(10));
+                let staged = ranks::run(world, |comm| staged(comm, config.clone()));
+                for outcome in staged {
+                    let [held, predicted] = outcome.unwrap();
+                    assert_eq!(held, predicted, "{placement}, {ranks} ranks, {bucket_size}");
+                }
+            }
+        }
+        Ok(())
+    }
+}
