@@ -59,7 +59,7 @@ impl Plan {
         self.buffers(uses, |space| layout.space(space).wire)
     }
 
-    /// The longest buffer of an exchange. Each is gone before the next one is made.
+    /// The longest buffer of an exchange. Each is given up before the next one is made.
     pub(crate) fn exchange_buffer(&self, rank: Rank, terms: &Terms) -> Bytes {
         let kinds = self.exchange_kinds().iter();
         let buffers = kinds.map(|kind| {

@@ -57,7 +57,8 @@ pub struct Memory {
     /// to step: one of each flat space, and a second one where a bucket fills while another one
     /// of that space is reduced.
     pub buckets: Bytes,
-    /// The longest buffer of an exchange.
+    /// The longest buffer of an exchange: each is given up before the next one is made, although a
+    /// backend may keep it until its device is done with it.
     pub exchange: Bytes,
     /// The buffers of gathered weights, each as long as the longest window of its flat space, and
     /// kept from step to step: one of each flat space, and a second one where two windows in a row

@@ -42,23 +42,8 @@ impl Shard {
         muon: &MuonConfig,
         adamw: &AdamWConfig,
     ) -> Result<usize> {
-        let rank = channel.rank();
-        let mut updates = self.momentum(channel, reduced, &factors, verdict, muon)?;
-        let dtype = muon.newton_schulz.iterate.on(self.device());
-        let mut results = Fragments::new(dtype, self.device());
-        // What is here is worked on while the rest is on its way.
-        let in_flight = self.send(ExchangeKind::Updates, channel, &updates)?;
-        let here = self.jobs(rank, verdict, |id| {
-            !self.is_brought(ExchangeKind::Updates, id)
-        });
-        self.orthogonalize(&here, &updates, &mut results, muon)?;
-        self.receive(ExchangeKind::Updates, in_flight, &mut updates)?;
-        let late = self.jobs(rank, verdict, |id| {
-            self.is_brought(ExchangeKind::Updates, id)
-        });
-        self.orthogonalize(&late, &updates, &mut results, muon)?;
-
-        let orthogonalized = here.len() + late.len();
+        let updates = self.momentum(channel, reduced, &factors, verdict, muon)?;
+        let (mut results, orthogonalized) = self.whole_matrices(channel, updates, verdict, muon)?;
         let in_flight = self.send(ExchangeKind::Results, channel, &results)?;
         self.adamw(reduced, &factors, verdict, adamw)?;
         self.apply(&results, verdict, muon, |id| {
@@ -69,6 +54,28 @@ impl Shard {
             self.is_brought(ExchangeKind::Results, id)
         })?;
         Ok(orthogonalized)
+    }
+
+    /// Orthogonalizes the matrices that this rank computes, and counts them. The updates end here, with the buffer in
+    /// which they came, before results are sent.
+    fn whole_matrices(
+        &self,
+        channel: &mut Channel,
+        mut updates: Fragments,
+        verdict: &Verdict,
+        muon: &MuonConfig,
+    ) -> Result<(Fragments, usize)> {
+        let (kind, rank) = (ExchangeKind::Updates, channel.rank());
+        let dtype = muon.newton_schulz.iterate.on(self.device());
+        let mut results = Fragments::new(dtype, self.device());
+        // What is here is worked on while the rest is on its way.
+        let in_flight = self.send(kind, channel, &updates)?;
+        let here = self.jobs(rank, verdict, |id| !self.is_brought(kind, id));
+        self.orthogonalize(&here, &updates, &mut results, muon)?;
+        self.receive(kind, in_flight, &mut updates)?;
+        let late = self.jobs(rank, verdict, |id| self.is_brought(kind, id));
+        self.orthogonalize(&late, &updates, &mut results, muon)?;
+        Ok((results, here.len() + late.len()))
     }
 
     /// Momentum on the slices of this rank, or on whole parameters: the updates before orthogonalization.
