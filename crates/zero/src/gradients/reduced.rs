@@ -62,7 +62,7 @@ impl Reduced {
             if begun {
                 flat::add(target, at, &values, 1.0)?;
             } else {
-                flat::write_f32(target, at, &values)?;
+                flat::widen(target, at, &values)?;
             }
         }
         Ok(())
