@@ -21,4 +21,5 @@ mod partial_reduction;
 mod policies;
 mod schedules;
 mod support;
+mod unheard;
 mod weighted;
