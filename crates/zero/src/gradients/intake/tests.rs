@@ -30,7 +30,7 @@ fn intake(len: usize) -> Result<Intake> {
 
 /// Hands in gradients in plan order, until one is refused.
 fn hand_in(intake: &mut Intake) -> Result<()> {
-    let mut params = intake.plan.clone().params().plan_order();
+    let mut params = intake.plan.params().plan_order();
     params.try_for_each(|param| {
         let weight = &intake.weights[param.index()];
         let gradient = weight.values().ones_like()?.reshape(&*weight.shape)?;
