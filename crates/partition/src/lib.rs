@@ -12,6 +12,7 @@
 mod block;
 mod bucket;
 mod bucket_plan;
+mod buffers;
 mod call;
 mod choice;
 mod compute;

@@ -1,22 +1,17 @@
 //! What a rank holds, in bytes.
 
-use std::cmp::Reverse;
-use std::collections::BTreeMap;
 use std::fmt;
 use std::iter::Sum;
 use std::ops::Add;
 
-use crate::predict::exchange_wire;
-use crate::{
-    BucketPlan, ParamId, Params, Plan, Rank, Route, SpaceId, Span, Stage, Terms, UpdateGroup, Wire,
-};
+use crate::{ParamId, Plan, Rank, Route, Stage, Terms, UpdateGroup, Wire};
 
 /// A number of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Bytes(pub u64);
 
 impl Bytes {
-    const fn of(elems: usize, wire: Wire) -> Self {
+    pub(crate) const fn of(elems: usize, wire: Wire) -> Self {
         Self(elems as u64 * wire.bytes() as u64)
     }
 }
@@ -41,28 +36,33 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// What a rank holds, by purpose. Shards count with their padding.
+/// What a rank holds at most in a step, by purpose, if gradients come in plan order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Memory {
     /// The model's weights, whole, in their own types.
     pub weights: Bytes,
-    /// The fp32 masters of its shards.
+    /// The fp32 masters of its shards, with their padding.
     pub masters: Bytes,
-    /// The fp32 momentum of its Muon shards; of a parameter whose momentum it keeps whole, that
+    /// The fp32 momentum of its Muon slices; of a parameter whose momentum it keeps whole, that
     /// instead of its slices.
     pub momentum: Bytes,
-    /// Both fp32 moments of its AdamW shards.
+    /// Both fp32 moments of its AdamW slices.
     pub moments: Bytes,
-    /// The fp32 reduced gradients of its shards; of a parameter whose gradient it keeps whole, that
-    /// instead of its slices.
+    /// The fp32 reduced gradients: the parameters whose gradient it keeps whole, and the shards,
+    /// with their padding, in which it owns anything else.
     pub reduced_gradients: Bytes,
-    /// Stage 1 with several micro-batches: the fp32 accumulators of all elements.
+    /// Stage 1 with several micro-batches: an fp32 accumulator for each bucket, with its padding.
     pub unreduced_gradients: Bytes,
-    /// The wire buffers: the largest bucket of each flat space, being filled, and the largest of
-    /// all, being reduced.
+    /// The wire buffers, each as long as the longest bucket of its flat space, and kept from step
+    /// to step: one of each flat space, and a second one where a bucket fills while another one
+    /// of that space is reduced.
     pub buckets: Bytes,
-    /// The largest buffer of an exchange, or the windows of gathered weights: the two largest of
-    /// each flat space, as one is copied while the next is gathered.
+    /// The longest buffer of an exchange: each is given up before the next one is made, although a
+    /// backend may keep it until its device is done with it.
+    pub exchange: Bytes,
+    /// The buffers of gathered weights, each as long as the longest window of its flat space, and
+    /// kept from step to step: one of each flat space, and a second one where two windows in a row
+    /// are of that space. One rank needs none.
     pub staging: Bytes,
 }
 
@@ -77,6 +77,7 @@ impl Memory {
             reduced_gradients,
             unreduced_gradients,
             buckets,
+            exchange,
             staging,
         } = *self;
         [
@@ -87,6 +88,7 @@ impl Memory {
             reduced_gradients,
             unreduced_gradients,
             buckets,
+            exchange,
             staging,
         ]
         .into_iter()
@@ -96,98 +98,64 @@ impl Memory {
 
 impl Plan {
     pub(crate) fn memory(&self, rank: Rank, terms: &Terms) -> Memory {
-        let layout = self.layout();
-        let shards = |group| {
-            let blocks = layout
-                .blocks()
-                .iter()
-                .filter(|block| layout.space(block.space).group == group);
-            blocks.map(|block| block.shard_len).sum::<usize>()
-        };
-        let (muon, adamw) = (shards(UpdateGroup::Muon), shards(UpdateGroup::AdamW));
-        let elems = elems(self.params());
-        let reduced = if self.route() == Route::AllReduce {
-            elems
-        } else {
-            self.with_whole(muon + adamw, rank, &self.replicas(rank))
-        };
-        let unreduced = if terms.stage == Stage::One && terms.accumulate.get() > 1 {
-            elems
+        let blocks = self.layout().blocks().iter();
+        let full = self.full_momentum(rank);
+        let momentum = self.elems(&full) + self.own(rank, UpdateGroup::Muon, &full);
+        let accumulates = terms.stage == Stage::One && terms.accumulate.get() > 1;
+        let unreduced = if accumulates {
+            self.buckets().iter().map(|bucket| bucket.len).sum()
         } else {
             0
         };
+        let f32 = |elems| Bytes::of(elems, Wire::F32);
         Memory {
             weights: self
                 .params()
                 .iter()
                 .map(|(_, param)| Bytes::of(param.elems(), param.wire))
                 .sum(),
-            masters: Bytes::of(muon + adamw, Wire::F32),
-            momentum: Bytes::of(
-                self.with_whole(muon, rank, &self.full_momentum(rank)),
-                Wire::F32,
-            ),
-            moments: Bytes::of(2 * adamw, Wire::F32),
-            reduced_gradients: Bytes::of(reduced, Wire::F32),
-            unreduced_gradients: Bytes::of(unreduced, Wire::F32),
-            buckets: self.bucket_memory(terms),
-            staging: self.staging(rank, terms),
+            masters: f32(blocks.map(|block| block.shard_len).sum()),
+            momentum: f32(momentum),
+            moments: f32(2 * self.own(rank, UpdateGroup::AdamW, &[])),
+            reduced_gradients: f32(self.reduced(rank)),
+            unreduced_gradients: f32(unreduced),
+            buckets: self.wire_buffers(terms),
+            exchange: self.exchange_buffer(rank, terms),
+            staging: self.staging_buffers(),
         }
     }
 
-    /// `elems` of shards, with some parameters whole instead of in slices.
-    fn with_whole(&self, elems: usize, rank: Rank, whole: &[ParamId]) -> usize {
-        let own = |param| {
-            let slices = self.layout().slices(param).iter();
-            slices
-                .filter(|slice| slice.rank == rank)
-                .map(|slice| slice.span.len())
-                .sum::<usize>()
-        };
-        let others = |param| self.params().get(param).elems() - own(param);
-        elems + whole.iter().map(|param| others(*param)).sum::<usize>()
+    /// Elements of the slices that a rank owns of a group, but for those of some parameters, which ascend.
+    fn own(&self, rank: Rank, group: UpdateGroup, without: &[ParamId]) -> usize {
+        let slices = self.layout().rank_slices(rank);
+        slices
+            .filter(|slice| self.params().get(slice.param).group() == group)
+            .filter(|slice| without.binary_search(&slice.param).is_err())
+            .map(|slice| slice.span.len())
+            .sum()
     }
 
-    fn bucket_memory(&self, terms: &Terms) -> Bytes {
-        let mut largest = vec![Bytes(0); self.layout().spaces().len()];
-        for (bucket, BucketPlan { len, .. }) in self.layout().buckets().iter().zip(self.buckets()) {
-            let largest = &mut largest[bucket.space.index()];
-            *largest = Bytes::of(*len, self.gradient_wire(bucket.space, terms)).max(*largest);
+    /// Elements in which a rank keeps reduced gradients.
+    fn reduced(&self, rank: Rank) -> usize {
+        let whole = self.replicas(rank);
+        if self.route() == Route::AllReduce {
+            return self.elems(&whole);
         }
-        let in_flight = largest.iter().copied().max().unwrap_or_default();
-        in_flight + largest.into_iter().sum()
+        let slices = self.layout().rank_slices(rank);
+        let mut blocks: Vec<_> = slices
+            .filter(|slice| whole.binary_search(&slice.param).is_err())
+            .map(|slice| slice.block)
+            .collect();
+        // They come by block.
+        blocks.dedup();
+        let shards = blocks
+            .into_iter()
+            .map(|id| self.layout().block(id).shard_len);
+        self.elems(&whole) + shards.sum::<usize>()
     }
 
-    fn staging(&self, rank: Rank, terms: &Terms) -> Bytes {
-        let exchanges = self
-            .exchange_kinds()
-            .iter()
-            .map(|kind| Bytes::of(self.exchange(*kind, rank).len, exchange_wire(*kind, terms)));
-        exchanges
-            .chain([self.windows_memory()])
-            .max()
-            .unwrap_or_default()
+    fn elems(&self, params: &[ParamId]) -> usize {
+        let elems = |param: &ParamId| self.params().get(*param).elems();
+        params.iter().map(elems).sum()
     }
-
-    fn windows_memory(&self) -> Bytes {
-        let layout = self.layout();
-        let mut windows: BTreeMap<SpaceId, Vec<usize>> = BTreeMap::new();
-        for id in layout.block_ids() {
-            let lens = self.windows(id).into_iter().map(Span::len);
-            windows
-                .entry(layout.block(id).space)
-                .or_default()
-                .extend(lens);
-        }
-        let both = |(space, mut lens): (SpaceId, Vec<usize>)| {
-            lens.sort_unstable_by_key(|len| Reverse(*len));
-            let elems = lens.iter().take(2).sum::<usize>() * layout.world().get();
-            Bytes::of(elems, layout.space(space).wire)
-        };
-        windows.into_iter().map(both).sum()
-    }
-}
-
-fn elems(params: &Params) -> usize {
-    params.iter().map(|(_, param)| param.elems()).sum()
 }

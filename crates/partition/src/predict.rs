@@ -20,6 +20,8 @@ pub struct Terms {
     pub result_wire: Wire,
     /// Elements of the one control sum.
     pub control_elems: usize,
+    /// Whether a bucket is reduced while later ones fill.
+    pub overlap: bool,
 }
 
 /// What one optimizer step costs one rank.
@@ -79,7 +81,7 @@ impl Plan {
         let kinds = self.exchange_kinds().iter();
         kinds
             .flat_map(|kind| {
-                let wire = exchange_wire(*kind, terms);
+                let wire = kind.wire(terms);
                 self.exchange(*kind, rank)
                     .sends
                     .into_iter()
@@ -117,10 +119,13 @@ impl Plan {
     }
 }
 
-pub(crate) const fn exchange_wire(kind: ExchangeKind, terms: &Terms) -> Wire {
-    match kind {
-        ExchangeKind::Gradients | ExchangeKind::Updates => Wire::F32,
-        ExchangeKind::Results => terms.result_wire,
+impl ExchangeKind {
+    /// The element type in which slices travel.
+    pub(crate) const fn wire(self, terms: &Terms) -> Wire {
+        match self {
+            Self::Gradients | Self::Updates => Wire::F32,
+            Self::Results => terms.result_wire,
+        }
     }
 }
 

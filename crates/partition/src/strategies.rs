@@ -75,14 +75,16 @@ pub fn terms() -> impl Strategy<Value = Terms> {
         proptest::option::of(wire()),
         wire(),
         0..=40usize,
+        any::<bool>(),
     )
         .prop_map(
-            |(stage, accumulate, gradient_wire, result_wire, control_elems)| Terms {
+            |(stage, accumulate, gradient_wire, result_wire, control_elems, overlap)| Terms {
                 stage,
                 accumulate: NonZeroUsize::new(accumulate).expect("not 0"),
                 gradient_wire,
                 result_wire,
                 control_elems,
+                overlap,
             },
         )
 }

@@ -6,6 +6,7 @@ use crate::{Call, Class, Collective, WorldSize};
 
 /// How many calls, and the bytes that they send, summed over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Tally {
     /// Calls: one a collective, one a send.
     pub calls: u64,

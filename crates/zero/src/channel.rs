@@ -45,9 +45,9 @@ impl Channel {
     /// behind the others.
     pub(crate) fn start(&mut self, request: Request) -> Result<Pending> {
         let started = self.comm.start(request);
-        let pending = started.map_err(|error| Error::from(error).ending())?;
+        let in_flight = started.map_err(|error| Error::from(error).ending())?;
         self.issued += 1;
-        Ok(pending)
+        Ok(in_flight)
     }
 
     /// Sums of control values over ranks, on the host.

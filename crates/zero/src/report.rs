@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// What became of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// The weights were updated.
+    /// The weights were updated; on a device, they are being updated: see [`step`](crate::ZeroOptimizer::step).
     Applied,
     /// Gradients were not finite: nothing changed, on any rank.
     Skipped {

@@ -72,6 +72,7 @@ pub(crate) fn terms(params: &Params, world: WorldSize, config: &Config, device: 
         gradient_wire: config.gradient_wire.and_then(dtypes::wire),
         result_wire: dtypes::wire(results).unwrap_or(Wire::F32),
         control_elems: control_elems(params, world),
+        overlap: config.overlap,
     }
 }
 

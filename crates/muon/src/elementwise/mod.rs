@@ -5,6 +5,7 @@
 //!
 //! Elements have the same bits on every device.
 
+mod copies;
 mod operands;
 mod ops;
 
@@ -12,11 +13,38 @@ use candle_core::{DType, Tensor};
 
 use crate::{AdamWConfig, Error};
 
+use copies::{CopyOp, WidenOp};
 use operands::{FLOATS, check_dtypes, check_operands, check_places};
 use ops::{AccumulateOp, AdamWOp, ApplyOp, MomentumOp};
 
 pub(crate) use operands::shares_storage;
 pub(crate) use ops::AdamWFactors;
+
+/// Writes values over those of a target of their dtype, bit by bit.
+///
+/// # Errors
+/// For a target that is not contiguous, and for values of another dtype, length or device, that are
+/// not contiguous or in the same buffer; the target is untouched then.
+pub fn copy(target: &Tensor, values: &Tensor) -> Result<(), Error> {
+    let dtype = target.dtype();
+    let (target, values) = (("the target", target), ("the values", values));
+    check_dtypes(&[values], &[dtype], dtype.as_str())?;
+    check_places(&[target, values])?;
+    Ok(target.1.inplace_op2(values.1, &CopyOp)?)
+}
+
+/// Writes values of dtype f32, f16 or bf16 over those of a target in f32, each exactly.
+///
+/// # Errors
+/// For a target that is not contiguous f32, and for values of another dtype, length or device, that
+/// are not contiguous or in the same buffer; the target is untouched then.
+pub fn widen(target: &Tensor, values: &Tensor) -> Result<(), Error> {
+    let (target, values) = (("the target", target), ("the values", values));
+    check_dtypes(&[target], &[DType::F32], "f32")?;
+    check_dtypes(&[values], &FLOATS, "f32, f16 or bf16")?;
+    check_places(&[target, values])?;
+    Ok(target.1.inplace_op2(values.1, &WidenOp)?)
+}
 
 /// Adds values of dtype f32, f16 or bf16 to a sum in f32.
 ///

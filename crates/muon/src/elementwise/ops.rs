@@ -280,7 +280,10 @@ fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> CandleResult<&'a [f32]
     }
 }
 
-fn slice_mut<'a>(storage: &'a mut CpuStorage, layout: &Layout) -> CandleResult<&'a mut [f32]> {
+pub(super) fn slice_mut<'a>(
+    storage: &'a mut CpuStorage,
+    layout: &Layout,
+) -> CandleResult<&'a mut [f32]> {
     match (storage, layout.contiguous_offsets()) {
         (CpuStorage::F32(x), Some((start, end))) => Ok(&mut x[start..end]),
         _ => bail!("expected contiguous f32"),

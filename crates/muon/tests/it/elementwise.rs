@@ -1,6 +1,6 @@
 use candle_core::{DType, Device, Tensor};
 use polarshard_muon::{
-    AdamWConfig, Error, accumulate, adamw_update, apply_update, momentum_update,
+    AdamWConfig, Error, accumulate, adamw_update, apply_update, copy, momentum_update, widen,
 };
 
 use crate::tensors::{bits, gaussian};
@@ -13,6 +13,12 @@ fn values(x: &Tensor) -> Vec<f64> {
     x.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
+/// As values and signs, which tell all but NaNs apart in every dtype.
+fn exact(x: &Tensor) -> Vec<(f64, bool)> {
+    let values = values(x).into_iter();
+    values.map(|x| (x, x.is_sign_negative())).collect()
+}
+
 fn assert_close(got: &Tensor, expected: &[f64], bound: f64) {
     for (i, (got, expected)) in values(got).iter().zip(expected).enumerate() {
         assert!(
@@ -20,6 +26,103 @@ fn assert_close(got: &Tensor, expected: &[f64], bound: f64) {
             "element {i}: {got} for {expected}"
         );
     }
+}
+
+/// Values whose sign, smallest digit or overflow a careless copy would lose.
+const SPECIAL: [f32; 8] = [
+    0.0,
+    -0.0,
+    1.5,
+    -3.0e-5,
+    6.0e-8,
+    65504.0,
+    f32::INFINITY,
+    f32::NEG_INFINITY,
+];
+
+#[test]
+fn values_are_copied_into_the_middle_of_a_buffer_bit_by_bit() {
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64, DType::U32] {
+        let all = gaussian(&[30], 1).to_dtype(dtype).unwrap();
+        let special = Tensor::new(&SPECIAL, &Device::Cpu).unwrap();
+        let special = special.to_dtype(dtype).unwrap();
+        // A view that begins and ends within its own buffer, too.
+        let values = Tensor::cat(&[&all, &special, &all], 0).unwrap();
+        let values = values.narrow(0, 28, 12).unwrap();
+        let buffer = all.copy().unwrap();
+        copy(&buffer.narrow(0, 7, 12).unwrap(), &values).unwrap();
+        for (start, len, expected) in [
+            (0, 7, all.narrow(0, 0, 7).unwrap()),
+            (7, 12, values),
+            (19, 11, all.narrow(0, 19, 11).unwrap()),
+        ] {
+            let found = buffer.narrow(0, start, len).unwrap();
+            assert_eq!(exact(&found), exact(&expected), "{dtype:?} from {start}");
+        }
+    }
+}
+
+#[test]
+fn half_precision_is_widened_into_the_middle_of_a_buffer_exactly() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let values = Tensor::new(&SPECIAL, &Device::Cpu).unwrap();
+        let values = values.to_dtype(dtype).unwrap().narrow(0, 1, 6).unwrap();
+        let buffer = Tensor::full(f32::NAN, 9, &Device::Cpu).unwrap();
+        widen(&buffer.narrow(0, 2, 6).unwrap(), &values).unwrap();
+        let mut expected = bits(&Tensor::full(f32::NAN, 9, &Device::Cpu).unwrap());
+        expected[2..8].copy_from_slice(&bits(&values.to_dtype(DType::F32).unwrap()));
+        assert_eq!(bits(&buffer), expected, "{dtype:?}");
+    }
+}
+
+#[test]
+fn copies_are_refused_before_anything_is_written() {
+    let (target, values) = (gaussian(&[6], 1), gaussian(&[6], 2));
+    let before = bits(&target);
+    let half = values.to_dtype(DType::BF16).unwrap();
+    let double = values.to_dtype(DType::F64).unwrap();
+    let strided = Tensor::stack(&[&values, &values], 1).unwrap();
+    let strided = strided.narrow(1, 0, 1).unwrap();
+    let shared = target.narrow(0, 0, 6).unwrap();
+    for (result, message) in [
+        (
+            copy(&target, &half),
+            "the values has dtype BF16; expected f32",
+        ),
+        (
+            copy(&half, &target),
+            "the values has dtype F32; expected bf16",
+        ),
+        (
+            copy(&target, &gaussian(&[5], 3)),
+            "the values has 5 elements; expected 6",
+        ),
+        (copy(&target, &strided), "the values is not contiguous"),
+        (
+            copy(&target, &shared),
+            "the target and the values share storage",
+        ),
+        (
+            widen(&half, &half),
+            "the target has dtype BF16; expected f32",
+        ),
+        (
+            widen(&target, &double),
+            "the values has dtype F64; expected f32, f16 or bf16",
+        ),
+        (
+            widen(&target, &gaussian(&[5], 3)),
+            "the values has 5 elements; expected 6",
+        ),
+        (widen(&target, &strided), "the values is not contiguous"),
+        (
+            widen(&target, &shared),
+            "the target and the values share storage",
+        ),
+    ] {
+        assert_eq!(result.unwrap_err().to_string(), message);
+    }
+    assert_eq!(bits(&target), before);
 }
 
 #[test]

@@ -25,6 +25,7 @@ fn terms() -> Terms {
         gradient_wire: None,
         result_wire: Wire::F16,
         control_elems: 8,
+        overlap: true,
     }
 }
 

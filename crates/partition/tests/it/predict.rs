@@ -1,10 +1,11 @@
 //! Predictions against counts that go element by element.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 
 use polarshard_partition::{
     Bytes, Call, Class, Collective, Layout, Matrix, Memory, Param, Params, Placement, Plan, Policy,
-    Rank, Route, Span, Stage, Terms, Traffic, UpdateGroup, Wire, WorldSize, strategies,
+    Rank, Route, SpaceId, Span, Stage, Terms, Traffic, UpdateGroup, Wire, WorldSize, strategies,
 };
 use proptest::prelude::*;
 
@@ -172,17 +173,152 @@ proptest! {
         let layout = plan.layout();
         let elems: usize = params.iter().map(|(_, param)| param.elems()).sum();
         let bytes = |elems: usize| Bytes(4 * elems as u64);
-        let mut all = 0;
+        let mut masters = Bytes(0);
+        let mut state = Bytes(0);
         for rank in layout.world().ranks() {
             let memory = plan.predict(rank, &terms).memory;
-            prop_assert_eq!(memory.masters, memory.reduced_gradients);
-            prop_assert_eq!(memory.masters.0 * 2, memory.momentum.0 * 2 + memory.moments.0);
+            prop_assert!(memory.reduced_gradients <= memory.masters);
+            let buckets = plan.buckets().iter().map(|bucket| bucket.len).sum();
             let accumulates = terms.stage == Stage::One && terms.accumulate.get() > 1;
-            prop_assert_eq!(memory.unreduced_gradients, bytes(if accumulates { elems } else { 0 }));
-            all += memory.masters.0;
+            prop_assert_eq!(memory.unreduced_gradients, bytes(if accumulates { buckets } else { 0 }));
+            masters = masters + memory.masters;
+            state = state + memory.momentum + memory.momentum + memory.moments;
         }
-        prop_assert_eq!(all, bytes(elems + layout.padding()).0);
+        prop_assert_eq!(masters, bytes(elems + layout.padding()));
+        prop_assert_eq!(state, bytes(2 * elems));
     }
+
+    #[test]
+    fn buffers_are_those_that_a_step_makes(plan in strategies::plan(), terms in strategies::terms()) {
+        let memory = plan.predict(Rank(0), &terms).memory;
+        prop_assert_eq!(memory.buckets, wire_buffers(&plan, &terms));
+        prop_assert_eq!(memory.staging, staging_buffers(&plan));
+    }
+}
+
+/// Buffers of flat spaces, all as long as the longest use, that are made when none is free and never unmade.
+#[derive(Default)]
+struct Pool {
+    longest: BTreeMap<SpaceId, usize>,
+    free: BTreeMap<SpaceId, usize>,
+    made: BTreeMap<SpaceId, usize>,
+}
+
+impl Pool {
+    fn take(&mut self, space: SpaceId, len: usize) {
+        let longest = self.longest.entry(space).or_default();
+        *longest = len.max(*longest);
+        match self.free.get_mut(&space) {
+            Some(free) if *free > 0 => *free -= 1,
+            _ => *self.made.entry(space).or_default() += 1,
+        }
+    }
+
+    fn give_back(&mut self, space: SpaceId) {
+        *self.free.entry(space).or_default() += 1;
+    }
+
+    fn bytes(&self, wire: impl Fn(SpaceId) -> Wire) -> Bytes {
+        let each = self.made.iter().map(|(space, made)| {
+            let bytes = made * self.longest[space] * wire(*space).bytes();
+            Bytes(bytes as u64)
+        });
+        each.sum()
+    }
+}
+
+/// Fills, reduces and collects the buckets of a micro-batch, parameter by parameter.
+fn wire_buffers(plan: &Plan, terms: &Terms) -> Bytes {
+    let layout = plan.layout();
+    let space = |bucket: usize| layout.buckets()[bucket].space;
+    let mut pool = Pool::default();
+    let mut arrived = vec![0; layout.buckets().len()];
+    let (mut next, mut reducing) = (0, None);
+    for param in plan.params().plan_order() {
+        let Some(bucket) = layout.bucket_of(param).map(|bucket| bucket.index()) else {
+            continue;
+        };
+        if arrived[bucket] == 0 {
+            pool.take(space(bucket), plan.buckets()[bucket].len);
+        }
+        arrived[bucket] += 1;
+        while next < arrived.len() && arrived[next] == layout.buckets()[next].params.len() {
+            if let Some(before) = reducing.replace(next) {
+                pool.give_back(space(before));
+            }
+            if !terms.overlap {
+                reducing = None;
+                pool.give_back(space(next));
+            }
+            next += 1;
+        }
+    }
+    pool.bytes(|space| terms.gradient_wire.unwrap_or(layout.space(space).wire))
+}
+
+/// Gathers and copies the weights, window by window.
+fn staging_buffers(plan: &Plan) -> Bytes {
+    let layout = plan.layout();
+    let world = layout.world().get();
+    let mut pool = Pool::default();
+    let mut gathering = None;
+    for id in layout.block_ids().filter(|_| world > 1) {
+        let space = layout.block(id).space;
+        for window in plan.windows(id) {
+            pool.take(space, world * window.len());
+            if let Some(before) = gathering.replace(space) {
+                pool.give_back(before);
+            }
+        }
+    }
+    pool.bytes(|space| layout.space(space).wire)
+}
+
+/// What fills while what is reduced, by hand. A capital letter fills a bucket, two small ones share one.
+#[test]
+fn wire_buffers_of_worked_examples() {
+    let bytes = |plan_order: &str, overlap| {
+        let param = |(index, kind): (usize, char)| {
+            let rows = if kind.is_uppercase() { 4 } else { 2 };
+            let matrix = Matrix {
+                span: Span::new(0, rows * 3),
+                rows,
+                cols: 3,
+                cost: 1,
+            };
+            let is_muon = kind.eq_ignore_ascii_case(&'m');
+            Param {
+                name: index.to_string(),
+                shape: [rows, 3].into_iter().collect(),
+                wire: Wire::F32,
+                matrices: is_muon.then_some(matrix).into_iter().collect(),
+            }
+        };
+        let params = plan_order.chars().rev().enumerate().map(param);
+        let params = Params::new(params.collect()).unwrap();
+        let (world, size) = (WorldSize::new(2).unwrap(), NonZeroUsize::new(12).unwrap());
+        let layout = Layout::new(&params, world, Placement::Striped, size).unwrap();
+        let plan = Plan::new(&params, layout, Route::ReduceScatter, Policy::AssignOwner);
+        let terms = Terms {
+            stage: Stage::Two,
+            accumulate: NonZeroUsize::MIN,
+            gradient_wire: None,
+            result_wire: Wire::F32,
+            control_elems: 0,
+            overlap,
+        };
+        plan.predict(Rank(1), &terms).memory.buckets
+    };
+    // The second bucket fills while the first one is reduced; a third one takes the first one's buffer.
+    assert_eq!(bytes("M", true), Bytes(12 * 4));
+    assert_eq!(bytes("MM", true), Bytes(2 * 12 * 4));
+    assert_eq!(bytes("MMM", true), Bytes(2 * 12 * 4));
+    // The bucket of vectors is full before the second matrix comes, so the first one's buffer is free by then.
+    assert_eq!(bytes("MvvM", true), Bytes((12 + 12) * 4));
+    // It is not yet full when the second bucket of matrices begins. Six elements are padded to eight.
+    assert_eq!(bytes("Mmvm", true), Bytes((2 * 12 + 8) * 4));
+    // A reduction that is waited for leaves nothing behind.
+    assert_eq!(bytes("MMM", false), Bytes(12 * 4));
 }
 
 /// Three matrices on three ranks: 20 elements of a shard; a is on ranks 0 and 1, b on 1 and 2, c on
@@ -226,6 +362,7 @@ fn memory_of_a_worked_example() {
         gradient_wire: None,
         result_wire: Wire::F16,
         control_elems: 5,
+        overlap: true,
     };
     let memory = |route, policy, rank| {
         Plan::new(&params, layout.clone(), route, policy)
@@ -241,21 +378,24 @@ fn memory_of_a_worked_example() {
         moments: Bytes(2 * 4 * 2),
         reduced_gradients: Bytes(22 * 4),
         unreduced_gradients: Bytes(63 * 4),
-        buckets: Bytes(35 * 2 + 4 * 4 + 35 * 2),
+        // a fills while b and c are reduced, in buffers that a fits in.
+        buckets: Bytes(2 * 35 * 2 + 4 * 4),
         // It sends 5 of b to rank 2 and gets 10, sends 15 of a to rank 0 and gets 20.
-        staging: Bytes((5 + 10 + 15 + 20) * 4),
+        exchange: Bytes((5 + 10 + 15 + 20) * 4),
+        // 20 elements of a shard in windows of 13 and 7, both in buffers for 13 of each rank; and 2 of the bias.
+        staging: Bytes(2 * 3 * 13 * 2 + 3 * 2 * 4),
     };
     assert_eq!(
         memory(Route::ReduceScatter, Policy::ExchangeUpdate, 1),
         shards
     );
-    // 20 elements of a shard in windows of 13 and 7, 60 elements in bf16, and 6 of the bias in fp32.
+    // Both matrices that it owns a part of are whole, so there is no sum of a shard of them.
     assert_eq!(
         memory(Route::ReduceToOwner, Policy::CopyToOwners, 1),
         Memory {
             momentum: Bytes((35 + 15) * 4),
             reduced_gradients: Bytes((35 + 15 + 2) * 4),
-            staging: Bytes(60 * 2 + 6 * 4),
+            exchange: Bytes(0),
             ..shards
         }
     );
@@ -273,19 +413,23 @@ fn memory_of_a_worked_example() {
             ..shards
         }
     );
-    // Rank 2 owns 10 of b, c, and an element of padding.
+    // Rank 2 owns 10 of b, c, an element of padding, and of the bias padding alone. The sum of its shard is there for c.
     assert_eq!(
         memory(Route::BucketAllReduce, Policy::CopyToOwners, 2),
         Memory {
-            momentum: Bytes((15 + 9 + 1) * 4),
-            reduced_gradients: Bytes((15 + 9 + 1 + 2) * 4),
-            staging: Bytes(60 * 2 + 6 * 4),
+            momentum: Bytes((15 + 9) * 4),
+            moments: Bytes(0),
+            reduced_gradients: Bytes((15 + 20) * 4),
+            exchange: Bytes(0),
             ..shards
         }
     );
     let total = shards.total();
-    assert_eq!(total, Bytes(134 + 88 + 80 + 16 + 88 + 252 + 156 + 200));
-    assert_eq!(total.to_string(), "1014 bytes");
+    assert_eq!(
+        total,
+        Bytes(134 + 88 + 80 + 16 + 88 + 252 + 156 + 200 + 180)
+    );
+    assert_eq!(total.to_string(), "1194 bytes");
     // Stage 2 accumulates shards.
     let stage_two = Terms {
         stage: Stage::Two,

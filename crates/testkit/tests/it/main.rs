@@ -22,4 +22,5 @@ mod policies;
 mod schedules;
 mod shared;
 mod support;
+mod unheard;
 mod weighted;

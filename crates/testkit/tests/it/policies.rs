@@ -136,6 +136,39 @@ fn with_copies_an_owner_of_a_part_holds_the_momentum_of_all() -> Result<()> {
 }
 
 #[test]
+fn what_a_rank_keeps_was_predicted() -> Result<()> {
+    for placement in Placement::ALL {
+        for route in Route::ALL {
+            for policy in Policy::ALL {
+                let all = seen(placement, route, policy, Stage::Two)?;
+                for (rank, seen) in all.iter().enumerate() {
+                    let predicted = seen.plan.predict(Rank(rank), &seen.terms).memory;
+                    let kept = &seen.memory;
+                    let kept = [
+                        kept.masters,
+                        kept.momentum,
+                        kept.moments,
+                        kept.reduced_gradients,
+                    ];
+                    let predicted = [
+                        predicted.masters,
+                        predicted.momentum,
+                        predicted.moments,
+                        predicted.reduced_gradients,
+                    ];
+                    assert_eq!(
+                        kept.map(|bytes| bytes as u64),
+                        predicted.map(|bytes| bytes.0),
+                        "{placement} {route} {policy} rank {rank}"
+                    );
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn under_assign_owner_each_matrix_is_orthogonalized_once() -> Result<()> {
     let model = Model::everything();
     let absent = |name: &str| {

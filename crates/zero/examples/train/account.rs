@@ -3,11 +3,12 @@
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use polarshard_comm::{Communicator, Request};
-use polarshard_partition::{Call, Class};
+use polarshard_partition::Class;
 use polarshard_zero::MemoryUse;
 use serde::{Deserialize, Serialize};
 
 use crate::curve::Curve;
+use crate::tallies::Tallies;
 
 /// What a rank tells.
 #[derive(Debug, Serialize, Deserialize)]
@@ -18,10 +19,10 @@ pub(crate) struct Account {
     pub(crate) unreduced_peak: usize,
     /// Matrices that it orthogonalized in a step.
     pub(crate) orthogonalized: usize,
-    /// The calls of all steps.
-    pub(crate) recorded: Vec<Call>,
-    /// The calls that the plan foresees for one step.
-    pub(crate) predicted: Vec<Call>,
+    /// Its calls in all steps.
+    pub(crate) recorded: Tallies,
+    /// Those that the plan foresees.
+    pub(crate) predicted: Tallies,
     /// Whether its weights have the bits of rank 0's.
     pub(crate) identical: bool,
 }
@@ -52,6 +53,6 @@ fn all_gather(comm: &mut dyn Communicator, own: &[f64]) -> Result<Vec<f64>> {
     let mut all = vec![0.0; world * own.len()];
     all[rank * own.len()..][..own.len()].copy_from_slice(own);
     let buffer = Tensor::new(all, &Device::Cpu)?;
-    let pending = comm.start(Request::all_gather(Class::Control, &buffer))?;
-    Ok(pending.finish(comm.deadline())?.to_vec1()?)
+    let in_flight = comm.start(Request::all_gather(Class::Control, &buffer))?;
+    Ok(in_flight.finish(comm.deadline())?.to_vec1()?)
 }

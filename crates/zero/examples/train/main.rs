@@ -20,6 +20,7 @@ mod progress;
 mod report;
 mod saved;
 mod table;
+mod tallies;
 mod text;
 mod threads;
 mod train;

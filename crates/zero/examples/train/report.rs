@@ -35,7 +35,7 @@ pub(crate) fn tell(
     );
     println!("held-out loss: {before:.3} before, {after:.3} after, nats a byte\n");
     println!("{}", table::memory(ranks));
-    let (traffic, as_predicted) = table::traffic(ranks, world, steps);
+    let (traffic, as_predicted) = table::traffic(ranks);
     println!("{traffic}");
 
     let mut other = beside;

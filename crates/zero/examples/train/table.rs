@@ -1,11 +1,9 @@
 //! What the run held and sent, as text.
 
-use std::collections::BTreeMap;
-use std::iter;
-
-use polarshard_partition::{Call, Class, Collective, Plan, Tally, UpdateGroup, WorldSize};
+use polarshard_partition::{Plan, UpdateGroup};
 
 use crate::account::Account;
+use crate::tallies::Tallies;
 
 /// The size of the model, in a line.
 pub(crate) fn model(plan: &Plan) -> String {
@@ -42,15 +40,10 @@ pub(crate) fn memory(ranks: &[Account]) -> String {
     aligned(1, &rows)
 }
 
-/// Calls and bytes by class and collective, as recorded and as predicted for `steps` steps; and whether they are equal
-/// on every rank.
-pub(crate) fn traffic(ranks: &[Account], world: WorldSize, steps: usize) -> (String, bool) {
-    let recorded = tally(world, 1, ranks.iter().map(|rank| &rank.recorded));
-    let predicted = tally(
-        world,
-        steps as u64,
-        ranks.iter().map(|rank| &rank.predicted),
-    );
+/// Calls and bytes by class and collective, as recorded and as predicted; and whether they are equal on every rank.
+pub(crate) fn traffic(ranks: &[Account]) -> (String, bool) {
+    let recorded = Tallies::of_world(ranks.iter().map(|rank| &rank.recorded));
+    let predicted = Tallies::of_world(ranks.iter().map(|rank| &rank.predicted));
     let head = [
         "sent, all ranks",
         "collective",
@@ -61,11 +54,10 @@ pub(crate) fn traffic(ranks: &[Account], world: WorldSize, steps: usize) -> (Str
         "",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
-    let kinds = recorded
-        .keys()
-        .chain(predicted.keys().filter(|kind| !recorded.contains_key(kind)));
-    for kind in kinds {
-        let tally = |tallies: &BTreeMap<_, Tally>| tallies.get(kind).copied().unwrap_or_default();
+    let foreseen = predicted.kinds();
+    let missed = foreseen.filter(|kind| !recorded.kinds().any(|known| known == *kind));
+    for (class, collective) in recorded.kinds().chain(missed) {
+        let tally = |tallies: &Tallies| tallies.get(class, collective);
         let (recorded, predicted) = (tally(&recorded), tally(&predicted));
         let equal = if recorded == predicted {
             "equal"
@@ -79,7 +71,7 @@ pub(crate) fn traffic(ranks: &[Account], world: WorldSize, steps: usize) -> (Str
             predicted.bytes,
         ]
         .map(grouped);
-        let words = [kind.0.to_string(), kind.1.to_string()];
+        let words = [class.to_string(), collective.to_string()];
         rows.push(
             words
                 .into_iter()
@@ -88,10 +80,7 @@ pub(crate) fn traffic(ranks: &[Account], world: WorldSize, steps: usize) -> (Str
                 .collect(),
         );
     }
-    let as_predicted = ranks.iter().all(|rank| {
-        let own = |times, calls| tally(world, times, iter::once(calls));
-        own(1, &rank.recorded) == own(steps as u64, &rank.predicted)
-    });
+    let as_predicted = ranks.iter().all(|rank| rank.recorded == rank.predicted);
     (aligned(2, &rows), as_predicted)
 }
 
@@ -106,29 +95,6 @@ pub(crate) fn grouped(number: u64) -> String {
         text.push(digit);
     }
     text
-}
-
-/// Each call is made `times` times. Every rank records a collective, so those are read off rank 0; a send is recorded by
-/// its sender alone.
-fn tally<'a>(
-    world: WorldSize,
-    times: u64,
-    ranks: impl Iterator<Item = &'a Vec<Call>>,
-) -> BTreeMap<(Class, Collective), Tally> {
-    let mut tallies = BTreeMap::<_, Tally>::new();
-    for (rank, calls) in ranks.enumerate() {
-        for call in calls
-            .iter()
-            .filter(|call| rank == 0 || call.collective == Collective::Send)
-        {
-            let tally = tallies.entry((call.class, call.collective)).or_default();
-            *tally += Tally {
-                calls: times,
-                bytes: times * call.bytes_sent(world),
-            };
-        }
-    }
-    tallies
 }
 
 /// Rows in columns: the first `left` from the left, the others from the right.

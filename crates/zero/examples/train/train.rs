@@ -12,6 +12,7 @@ use crate::model::Gpt;
 use crate::options::Options;
 use crate::progress;
 use crate::table;
+use crate::tallies::Tallies;
 use crate::text::Text;
 
 /// What rank 0 has after training.
@@ -66,13 +67,14 @@ fn all_steps(
     options: &Options,
     text: &Text,
 ) -> Result<Account> {
-    let (rank, world) = (optimizer.rank(), optimizer.world().get());
+    let (rank, world) = (optimizer.rank(), optimizer.world());
     // What ranks said to agree on the optimizer belongs to no step.
     log.take();
-    let held_out = text.held_out(rank, world, model.device())?;
+    let held_out = text.held_out(rank, world.get(), model.device())?;
     let bar = progress::bar(options, rank == Rank(0));
     let mut curve = Curve::default();
-    let (mut recorded, mut unreduced_peak, mut orthogonalized) = (Vec::new(), 0, 0);
+    let mut recorded = Tallies::default();
+    let (mut unreduced_peak, mut orthogonalized) = (0, 0);
     let steps = options.steps.get();
     for step in 0..steps {
         curve.evaluate(model, held_out.as_ref(), step, steps)?;
@@ -88,7 +90,7 @@ fn all_steps(
         if let Outcome::Skipped { non_finite } = report.outcome {
             bail!("step {step} was skipped: {non_finite} elements of its gradients are not finite");
         }
-        recorded.extend(log.take());
+        recorded.add(world, &log.take(), 1);
         unreduced_peak = unreduced_peak.max(report.unreduced_peak);
         orthogonalized = report.orthogonalized;
         let loss = sum / options.accumulate.get() as f64;
@@ -105,6 +107,9 @@ fn all_steps(
     curve.evaluate(model, held_out.as_ref(), steps, steps)?;
     bar.finish_and_clear();
 
+    let foreseen = optimizer.plan().predict(rank, &optimizer.terms()).calls;
+    let mut predicted = Tallies::default();
+    predicted.add(world, &foreseen, steps as u64);
     let identical = match optimizer.verify_replicas() {
         Ok(()) => true,
         Err(Error::ReplicasDiffer { .. }) => false,
@@ -116,7 +121,7 @@ fn all_steps(
         unreduced_peak,
         orthogonalized,
         recorded,
-        predicted: optimizer.plan().predict(rank, &optimizer.terms()).calls,
+        predicted,
         identical,
     })
 }

@@ -51,6 +51,12 @@ impl Buffers {
             .or_default()
             .push(buffer.whole);
     }
+
+    /// What it holds while none is in use.
+    #[cfg(test)]
+    pub(crate) fn free_bytes(&self) -> usize {
+        self.free.values().flatten().map(bytes).sum()
+    }
 }
 
 /// A buffer in use.
@@ -65,6 +71,10 @@ pub(crate) struct Buffer {
 impl Buffer {
     /// What it holds, used or not.
     pub(crate) fn bytes(&self) -> usize {
-        self.whole.elem_count() * self.whole.dtype().size_in_bytes()
+        bytes(&self.whole)
     }
+}
+
+fn bytes(whole: &Tensor) -> usize {
+    whole.elem_count() * whole.dtype().size_in_bytes()
 }

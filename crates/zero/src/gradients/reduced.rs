@@ -8,7 +8,7 @@ use polarshard_partition::{BlockId, Kept, ParamId, Place, Plan, Rank, Span};
 
 use crate::error::Result;
 use crate::flat;
-use crate::step::{OwnedSlice, Run};
+use crate::step::{OwnedSlice, Section};
 
 #[derive(Debug)]
 pub(crate) struct Reduced {
@@ -59,10 +59,10 @@ impl Reduced {
                 Place::Whole { param, at } => (&self.wholes[param], *at),
             };
             let values = flat::view(buffer, *from)?;
-            if !begun {
-                flat::write_f32(target, at, &values)?;
-            } else {
+            if begun {
                 flat::add(target, at, &values, 1.0)?;
+            } else {
+                flat::widen(target, at, &values)?;
             }
         }
         Ok(())
@@ -83,15 +83,15 @@ impl Reduced {
         is_whole.then(|| (slice.param, slice.span.start.wrapping_sub(slice.at)))
     }
 
-    /// The sum over a run whose slices have one [`place`](Self::place).
-    pub(crate) fn run(&self, run: &Run<'_>) -> Result<Tensor> {
-        let first = &run.slices[0];
+    /// The sum over a section whose slices have one [`place`](Self::place).
+    pub(crate) fn section(&self, section: &Section<'_>) -> Result<Tensor> {
+        let first = &section.slices[0];
         Ok(match self.wholes.get(&first.param) {
             Some(whole) => {
-                let span = Span::of_len(first.span.start, run.in_shard.len());
+                let span = Span::of_len(first.span.start, section.in_shard.len());
                 flat::view(whole, span)?
             }
-            None => flat::view(&self.shards[&run.block], run.in_shard)?,
+            None => flat::view(&self.shards[&section.block], section.in_shard)?,
         })
     }
 

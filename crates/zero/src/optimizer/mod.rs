@@ -133,9 +133,16 @@ impl ZeroOptimizer {
 
     /// Updates the weights, after the last micro-batch of the step. All ranks then have the same weights.
     ///
+    /// On a device the host does not wait for what the step does after its decision: device work that reads the weights
+    /// comes after it by itself. Such a step is complete, and its errors are known, when the next `step`,
+    /// [`verify_replicas`](Self::verify_replicas), [`save`](Self::save), [`load`](Self::load) or
+    /// [`shutdown`](Self::shutdown) has succeeded; a `backward` that succeeds says nothing of it. If another rank dies
+    /// before its part of the step is done, `step` may have returned [`Outcome::Applied`](crate::Outcome::Applied) on
+    /// this one: its weights are unspecified then, and each of those calls fails.
+    ///
     /// # Errors
     /// [`Error::StepTooEarly`]; [`Error::Dropped`], [`Error::Drifted`] and [`Error::MeanOutOfRange`], after which training
-    /// can go on with the next step; errors of a collective, which are fatal.
+    /// can go on with the next step; errors of a collective, of the step before too, which are fatal.
     pub fn step(&mut self) -> Result<StepReport> {
         self.alive()?;
         let intake = self.inbox.intake();

@@ -59,8 +59,8 @@ impl Exchange {
     }
 
     /// Puts what comes into `fragments`.
-    pub(super) fn receive(&self, pending: Pending, fragments: &mut Fragments) -> Result<()> {
-        let buffer = pending.wait()?;
+    pub(super) fn receive(&self, in_flight: Pending, fragments: &mut Fragments) -> Result<()> {
+        let buffer = in_flight.wait()?;
         for piece in self.plan.receives.iter().flat_map(|parcel| &parcel.pieces) {
             let span = Span::of_len(piece.at, piece.span.len());
             fragments.put(piece.param, piece.span.start, flat::view(&buffer, span)?);

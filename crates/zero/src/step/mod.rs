@@ -30,7 +30,7 @@ use self::update::Factors;
 pub(crate) use self::fragments::Fragments;
 pub(crate) use self::owned::OwnedSlice;
 pub(crate) use self::shard::{Shard, SliceState};
-pub(crate) use self::stretches::Run;
+pub(crate) use self::stretches::Section;
 
 /// Elements of the control sum at the boundary.
 pub(crate) fn control_elems(params: &Params, world: WorldSize) -> usize {

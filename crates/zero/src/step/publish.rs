@@ -17,12 +17,12 @@ pub(crate) struct Publisher {
     staging: Buffers,
 }
 
-/// A window under way.
+/// A window whose gathering was started.
 struct Gathering<'a> {
     block: &'a Block,
     window: Span,
     staging: Option<Buffer>,
-    pending: Pending,
+    in_flight: Pending,
 }
 
 impl Publisher {
@@ -47,7 +47,7 @@ impl Publisher {
         weights: &[Weight],
     ) -> Result<()> {
         let world = channel.world().get();
-        let mut under_way: Option<Gathering<'_>> = None;
+        let mut gathering: Option<Gathering<'_>> = None;
         for (id, master) in plan.layout().block_ids().zip(masters) {
             let block = plan.layout().block(id);
             let space = plan.layout().space(block.space);
@@ -62,18 +62,18 @@ impl Publisher {
                     (staging.used.clone(), Some(staging))
                 };
                 let request = Request::all_gather(Class::Weight, &gathered);
-                let gathering = Gathering {
+                let started = Gathering {
                     block,
                     window,
                     staging,
-                    pending: channel.start(request)?,
+                    in_flight: channel.start(request)?,
                 };
-                if let Some(before) = under_way.replace(gathering) {
+                if let Some(before) = gathering.replace(started) {
                     self.finish(before, world, weights)?;
                 }
             }
         }
-        under_way.map_or(Ok(()), |last| self.finish(last, world, weights))
+        gathering.map_or(Ok(()), |last| self.finish(last, world, weights))
     }
 
     fn finish(&mut self, gathering: Gathering<'_>, world: usize, weights: &[Weight]) -> Result<()> {
@@ -81,9 +81,9 @@ impl Publisher {
             block,
             window,
             staging,
-            pending,
+            in_flight,
         } = gathering;
-        let gathered = pending.wait()?;
+        let gathered = in_flight.wait()?;
         copy_out(block, world, window, &gathered, weights)?;
         if let Some(staging) = staging {
             self.staging.give_back(staging);
@@ -117,4 +117,68 @@ fn copy_out(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+    use std::time::Duration;
+
+    use candle_core::DType;
+    use polarshard_comm::{Loopback, ranks};
+    use polarshard_partition::{Placement, WorldSize};
+
+    use super::*;
+    use crate::config::Config;
+    use crate::setup::{Setup, terms};
+
+    /// What a rank stages after two rounds, and what was predicted.
+    fn staged(comm: Loopback, config: Config) -> Result<[u64; 2]> {
+        let shapes: [(&[usize], _); 4] = [
+            (&[7, 5], DType::BF16),
+            (&[30], DType::F32),
+            (&[6, 6], DType::BF16),
+            (&[9], DType::F32),
+        ];
+        let weights = shapes.iter().enumerate().map(|(index, (shape, dtype))| {
+            let values = Tensor::zeros(*shape, *dtype, &Device::Cpu)?;
+            Weight::new(index.to_string(), &values, false)
+        });
+        let weights = weights.collect::<Result<Vec<_>>>()?;
+        let mut channel = Channel::new(Box::new(comm));
+        let setup = Setup::new(&mut channel, &weights, config)?;
+        let (plan, device) = (&setup.plan, &setup.device);
+        let (rank, world) = (channel.rank(), channel.world());
+        let terms = terms(plan.params(), world, &setup.config, device);
+        let predicted = plan.predict(rank, &terms).memory.staging.0;
+        let blocks = plan.layout().blocks().iter();
+        let masters = blocks.map(|block| flat::zeros(block.shard_len, DType::F32, device));
+        let masters = masters.collect::<candle_core::Result<Vec<_>>>()?;
+        let mut publisher = Publisher::new(plan, world.get(), device);
+        for _ in 0..2 {
+            publisher.publish(&mut channel, plan, &masters, &weights)?;
+        }
+        Ok([publisher.staging.free_bytes() as u64, predicted])
+    }
+
+    #[test]
+    fn what_is_staged_was_predicted() -> Result<()> {
+        for placement in Placement::ALL {
+            // In windows that tile a block and in ones that do not, or block by block.
+            for (ranks, bucket_size) in [(1, 40), (2, 40), (3, 16), (3, 1000)] {
+                let config = Config {
+                    placement,
+                    bucket_size: NonZeroUsize::new(bucket_size).expect("not zero"),
+                    ..Config::default()
+                };
+                let world = Loopback::world(WorldSize::new(ranks)?, Duration::from_secs(10));
+                let staged = ranks::run(world, |comm| staged(comm, config.clone()));
+                for outcome in staged {
+                    let [held, predicted] = outcome.unwrap();
+                    assert_eq!(held, predicted, "{placement}, {ranks} ranks, {bucket_size}");
+                }
+            }
+        }
+        Ok(())
+    }
 }

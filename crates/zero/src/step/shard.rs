@@ -24,16 +24,30 @@ pub(crate) struct Shard {
     pub(crate) masters: Vec<Tensor>,
     /// By owned slice.
     pub(crate) state: Vec<SliceState>,
-    /// The slices whose momentum is kept as slices, and that.
-    pub(super) muon: (Vec<Stretch>, Tensor),
-    /// The slices of the group `adamw`, and their first and second moments.
-    pub(super) adamw: (Vec<Stretch>, [Tensor; 2]),
+    pub(super) muon: MuonState,
+    pub(super) adamw: AdamWState,
     /// Parameters whose momentum this rank keeps whole (`CopyToOwners`).
     pub(crate) full_momentum: BTreeMap<ParamId, Tensor>,
     /// Those of the plan's route and policy.
     pub(super) exchanges: BTreeMap<ExchangeKind, Exchange>,
     /// By parameter: how often its AdamW moments were updated.
     pub(crate) adamw_steps: Vec<u64>,
+}
+
+/// The state of the slices whose momentum is kept as slices. It is one allocation, since an operation cannot write two
+/// views of one storage.
+#[derive(Debug)]
+pub(super) struct MuonState {
+    pub(super) stretches: Vec<Stretch>,
+    pub(super) momentum: Tensor,
+}
+
+/// The state of the slices of the group `adamw`, one allocation for each kind of moment.
+#[derive(Debug)]
+pub(super) struct AdamWState {
+    pub(super) stretches: Vec<Stretch>,
+    pub(super) first: Tensor,
+    pub(super) second: Tensor,
 }
 
 /// The state of one slice, as views of one allocation a kind.
@@ -68,18 +82,9 @@ impl Shard {
             let elems = plan.params().get(param).elems();
             full_momentum.insert(param, flat::zeros(elems, DType::F32, device)?);
         }
-        // Of each kind one allocation: an operation cannot write two views of one storage.
-        let in_full = |slice: &OwnedSlice| full_momentum.contains_key(&slice.param);
-        let stretches = |kind: &dyn Fn(&OwnedSlice) -> bool| {
-            let stretches = Stretch::all(owned.iter().copied().filter(|slice| kind(slice)));
-            let elems = stretches.iter().map(Stretch::elems).sum();
-            (stretches, move || flat::zeros(elems, DType::F32, device))
-        };
-        let (muon, zeros) = stretches(&|slice| slice.matrix.is_some() && !in_full(slice));
-        let muon = (muon, zeros()?);
-        let (adamw, zeros) = stretches(&|slice| slice.matrix.is_none());
-        let adamw = (adamw, [zeros()?, zeros()?]);
-        let state = states(&owned, &muon, &adamw)?;
+        let muon = MuonState::new(&owned, &full_momentum, device)?;
+        let adamw = AdamWState::new(&owned, device)?;
+        let state = states(&owned, &full_momentum, &muon, &adamw)?;
         let kinds = plan.exchange_kinds().iter();
         let exchanges = kinds.map(|kind| (*kind, Exchange::new(plan, *kind, rank)));
         let exchanges = exchanges.collect();
@@ -127,27 +132,132 @@ impl Shard {
     }
 }
 
+impl MuonState {
+    fn new(
+        owned: &[OwnedSlice],
+        full_momentum: &BTreeMap<ParamId, Tensor>,
+        device: &Device,
+    ) -> Result<Self> {
+        let own = |slice: &OwnedSlice| {
+            slice.matrix.is_some() && !full_momentum.contains_key(&slice.param)
+        };
+        let stretches = Stretch::all(owned.iter().copied().filter(own));
+        let momentum = zeros(&stretches, device)?;
+        Ok(Self {
+            stretches,
+            momentum,
+        })
+    }
+}
+
+impl AdamWState {
+    fn new(owned: &[OwnedSlice], device: &Device) -> Result<Self> {
+        let own = |slice: &OwnedSlice| slice.matrix.is_none();
+        let stretches = Stretch::all(owned.iter().copied().filter(own));
+        let (first, second) = (zeros(&stretches, device)?, zeros(&stretches, device)?);
+        Ok(Self {
+            stretches,
+            first,
+            second,
+        })
+    }
+}
+
+/// As many elements as the stretches have.
+fn zeros(stretches: &[Stretch], device: &Device) -> candle_core::Result<Tensor> {
+    let elems = stretches.iter().map(Stretch::elems).sum();
+    flat::zeros(elems, DType::F32, device)
+}
+
 /// By owned slice.
+///
+/// # Panics
+/// If a slice is in no stretch and its parameter's momentum is not kept in full.
 fn states(
     owned: &[OwnedSlice],
-    (muon, momentum): &(Vec<Stretch>, Tensor),
-    (adamw, [first, second]): &(Vec<Stretch>, [Tensor; 2]),
+    full_momentum: &BTreeMap<ParamId, Tensor>,
+    muon: &MuonState,
+    adamw: &AdamWState,
 ) -> Result<Vec<SliceState>> {
     let mut states = BTreeMap::new();
-    for (slice, span) in muon.iter().flat_map(Stretch::places) {
-        let momentum = flat::view(momentum, span)?;
+    for (slice, span) in muon.stretches.iter().flat_map(Stretch::places) {
+        let momentum = flat::view(&muon.momentum, span)?;
         states.insert((slice.block, slice.at), SliceState::Momentum(momentum));
     }
-    for (slice, span) in adamw.iter().flat_map(Stretch::places) {
-        let (first, second) = (flat::view(first, span)?, flat::view(second, span)?);
-        states.insert(
-            (slice.block, slice.at),
-            SliceState::Moments { first, second },
-        );
+    for (slice, span) in adamw.stretches.iter().flat_map(Stretch::places) {
+        let moments = SliceState::Moments {
+            first: flat::view(&adamw.first, span)?,
+            second: flat::view(&adamw.second, span)?,
+        };
+        states.insert((slice.block, slice.at), moments);
     }
-    let mut state = |slice: &OwnedSlice| states.remove(&(slice.block, slice.at));
-    let all = owned
-        .iter()
-        .map(|slice| state(slice).unwrap_or(SliceState::InFull));
-    Ok(all.collect())
+    let state = |slice: &OwnedSlice| {
+        if full_momentum.contains_key(&slice.param) {
+            return SliceState::InFull;
+        }
+        let state = states.remove(&(slice.block, slice.at));
+        state.expect("a slice lies in a stretch of its group")
+    };
+    Ok(owned.iter().map(state).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+
+    use polarshard_partition::{
+        Layout, Matrix, Param, Params, Placement, Policy, Route, Span, Wire, WorldSize,
+    };
+
+    use super::*;
+
+    /// The slices of the first of two ranks: of a matrix that it shares with the other one, and of a vector.
+    fn plan(policy: Policy) -> Result<Plan> {
+        let matrix = Matrix {
+            span: Span::new(0, 12),
+            rows: 4,
+            cols: 3,
+            cost: 1,
+        };
+        let param = |name: &str, matrices| Param {
+            name: name.to_owned(),
+            shape: [4, 3].into_iter().collect(),
+            wire: Wire::F32,
+            matrices,
+        };
+        let params = Params::new(vec![param("vector", vec![]), param("matrix", vec![matrix])])?;
+        let world = WorldSize::new(2)?;
+        let layout = Layout::new(&params, world, Placement::Striped, NonZeroUsize::MAX)?;
+        Ok(Plan::new(&params, layout, Route::default(), policy))
+    }
+
+    #[test]
+    fn momentum_is_in_full_where_the_policy_copies_it() -> Result<()> {
+        let device = Device::Cpu;
+        let values = Tensor::zeros((4, 3), DType::F32, &device)?;
+        let weights = ["vector", "matrix"];
+        let weights = weights.map(|name| Weight::new(name.to_owned(), &values, false));
+        let weights = weights.into_iter().collect::<Result<Vec<_>>>()?;
+        for policy in Policy::ALL {
+            let plan = Arc::new(plan(policy)?);
+            let shard = Shard::new(&plan, Rank(0), &weights, &device)?;
+            let [vector, matrix] = &shard.state[..] else {
+                panic!("{policy}: {:?}", shard.state)
+            };
+            assert!(matches!(vector, SliceState::Moments { .. }), "{policy}");
+            let in_full = matches!(matrix, SliceState::InFull);
+            assert_eq!(in_full, policy == Policy::CopyToOwners, "{policy}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    #[should_panic(expected = "a slice lies in a stretch of its group")]
+    fn a_slice_that_was_forgotten_is_not_taken_for_one_in_full() {
+        let plan = plan(Policy::AssignOwner).unwrap();
+        let (owned, none) = (owned(&plan, Rank(0)), BTreeMap::new());
+        let muon = MuonState::new(&[], &none, &Device::Cpu).unwrap();
+        let adamw = AdamWState::new(&owned, &Device::Cpu).unwrap();
+        let _ = states(&owned, &none, &muon, &adamw);
+    }
 }

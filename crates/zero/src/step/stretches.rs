@@ -19,7 +19,7 @@ pub(crate) struct Stretch {
 
 /// A part of a stretch that is treated alike.
 #[derive(Debug)]
-pub(crate) struct Run<'a> {
+pub(crate) struct Section<'a> {
     pub(crate) block: BlockId,
     pub(crate) in_shard: Span,
     pub(crate) in_state: Span,
@@ -55,26 +55,27 @@ impl Stretch {
     pub(crate) fn places(&self) -> impl Iterator<Item = (&OwnedSlice, Span)> {
         let place = |slice| {
             let one = std::slice::from_ref(slice);
-            (slice, self.run(one).in_state)
+            (slice, self.section(one).in_state)
         };
         self.slices.iter().map(place)
     }
 
     /// Cuts the stretch where the treatment changes, and leaves out what has none.
-    pub(crate) fn runs<T: PartialEq>(
+    pub(crate) fn sections<T: PartialEq>(
         &self,
         treatment: impl Fn(&OwnedSlice) -> Option<T>,
-    ) -> Vec<(T, Run<'_>)> {
+    ) -> Vec<(T, Section<'_>)> {
         let alike = |a: &OwnedSlice, b: &OwnedSlice| treatment(a) == treatment(b);
-        let runs = self.slices.chunk_by(alike);
-        runs.filter_map(|slices| Some((treatment(&slices[0])?, self.run(slices))))
+        let sections = self.slices.chunk_by(alike);
+        sections
+            .filter_map(|slices| Some((treatment(&slices[0])?, self.section(slices))))
             .collect()
     }
 
-    fn run<'a>(&self, slices: &'a [OwnedSlice]) -> Run<'a> {
+    fn section<'a>(&self, slices: &'a [OwnedSlice]) -> Section<'a> {
         let in_shard = Span::new(slices[0].at, slices[slices.len() - 1].in_shard().end);
         let start = self.state_start + (in_shard.start - self.shard_start);
-        Run {
+        Section {
             block: self.block,
             in_shard,
             in_state: Span::of_len(start, in_shard.len()),
@@ -83,8 +84,8 @@ impl Stretch {
     }
 }
 
-impl Run<'_> {
-    /// Each slice's part of values of the run.
+impl Section<'_> {
+    /// Each slice's part of values of the section.
     pub(crate) fn parts(&self, values: &Tensor) -> Result<Vec<Tensor>> {
         let part = |slice: &OwnedSlice| {
             let start = slice.at - self.in_shard.start;
@@ -123,21 +124,21 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_one_run_until_they_are_treated_otherwise() -> Result<()> {
+    fn neighbours_are_one_section_until_they_are_treated_otherwise() -> Result<()> {
         let stretches = stretches()?;
         let [stretch] = &stretches[..] else {
             panic!("one block without padding inside")
         };
         assert_eq!(stretch.elems(), 15);
-        assert_eq!(stretch.runs(|_| Some(())).len(), 1);
+        assert_eq!(stretch.sections(|_| Some(())).len(), 1);
         // In the block they lie in plan order: 5, 2, 4, 1, 3 elements.
-        let runs = stretch.runs(|slice| match slice.span.len() {
+        let sections = stretch.sections(|slice| match slice.span.len() {
             4 => None,
             len => Some(len < 3),
         });
-        let found: Vec<_> = runs
+        let found: Vec<_> = sections
             .iter()
-            .map(|(small, run)| (*small, run.in_shard.start, run.in_shard.end))
+            .map(|(small, section)| (*small, section.in_shard.start, section.in_shard.end))
             .collect();
         let expected = [(false, 0, 5), (true, 5, 7), (true, 11, 12), (false, 12, 15)];
         assert_eq!(found, expected);
@@ -147,9 +148,9 @@ mod tests {
     #[test]
     fn parts_are_those_of_the_slices() -> Result<()> {
         let stretches = stretches()?;
-        let (_, run) = &stretches[0].runs(|slice| (slice.span.len() > 1).then_some(()))[0];
-        let values = Tensor::arange(0f32, run.in_shard.len() as f32, &Device::Cpu)?;
-        let parts = run.parts(&values)?;
+        let (_, section) = &stretches[0].sections(|slice| (slice.span.len() > 1).then_some(()))[0];
+        let values = Tensor::arange(0f32, section.in_shard.len() as f32, &Device::Cpu)?;
+        let parts = section.parts(&values)?;
         let firsts = parts.iter().map(|part| part.get(0)?.to_scalar::<f32>());
         assert_eq!(
             firsts.collect::<candle_core::Result<Vec<_>>>()?,

@@ -8,7 +8,7 @@ use polarshard_partition::{ExchangeKind, Matrix, MatrixId, ParamId, Rank};
 use super::decision::Verdict;
 use super::fragments::Fragments;
 use super::owned::OwnedSlice;
-use super::shard::Shard;
+use super::shard::{AdamWState, MuonState, Shard};
 use crate::channel::Channel;
 use crate::config::is_usable;
 use crate::error::Result;
@@ -42,33 +42,40 @@ impl Shard {
         muon: &MuonConfig,
         adamw: &AdamWConfig,
     ) -> Result<usize> {
-        let rank = channel.rank();
-        let mut updates = self.momentum(channel, reduced, &factors, verdict, muon)?;
-        let dtype = muon.newton_schulz.iterate.on(self.device());
-        let mut results = Fragments::new(dtype, self.device());
-        // What is here is worked on while the rest is on its way.
-        let coming = self.send(ExchangeKind::Updates, channel, &updates)?;
-        let here = self.jobs(rank, verdict, |id| {
-            !self.is_brought(ExchangeKind::Updates, id)
-        });
-        self.orthogonalize(&here, &updates, &mut results, muon)?;
-        self.receive(ExchangeKind::Updates, coming, &mut updates)?;
-        let late = self.jobs(rank, verdict, |id| {
-            self.is_brought(ExchangeKind::Updates, id)
-        });
-        self.orthogonalize(&late, &updates, &mut results, muon)?;
-
-        let orthogonalized = here.len() + late.len();
-        let coming = self.send(ExchangeKind::Results, channel, &results)?;
+        let updates = self.momentum(channel, reduced, &factors, verdict, muon)?;
+        let (mut results, orthogonalized) = self.whole_matrices(channel, updates, verdict, muon)?;
+        let in_flight = self.send(ExchangeKind::Results, channel, &results)?;
         self.adamw(reduced, &factors, verdict, adamw)?;
         self.apply(&results, verdict, muon, |id| {
             !self.is_brought(ExchangeKind::Results, id)
         })?;
-        self.receive(ExchangeKind::Results, coming, &mut results)?;
+        self.receive(ExchangeKind::Results, in_flight, &mut results)?;
         self.apply(&results, verdict, muon, |id| {
             self.is_brought(ExchangeKind::Results, id)
         })?;
         Ok(orthogonalized)
+    }
+
+    /// Orthogonalizes the matrices that this rank computes, and counts them. The updates end here, with the buffer in
+    /// which they came, before results are sent.
+    fn whole_matrices(
+        &self,
+        channel: &mut Channel,
+        mut updates: Fragments,
+        verdict: &Verdict,
+        muon: &MuonConfig,
+    ) -> Result<(Fragments, usize)> {
+        let (kind, rank) = (ExchangeKind::Updates, channel.rank());
+        let dtype = muon.newton_schulz.iterate.on(self.device());
+        let mut results = Fragments::new(dtype, self.device());
+        // What is here is worked on while the rest is on its way.
+        let in_flight = self.send(kind, channel, &updates)?;
+        let here = self.jobs(rank, verdict, |id| !self.is_brought(kind, id));
+        self.orthogonalize(&here, &updates, &mut results, muon)?;
+        self.receive(kind, in_flight, &mut updates)?;
+        let late = self.jobs(rank, verdict, |id| self.is_brought(kind, id));
+        self.orthogonalize(&late, &updates, &mut results, muon)?;
+        Ok((results, here.len() + late.len()))
     }
 
     /// Momentum on the slices of this rank, or on whole parameters: the updates before orthogonalization.
@@ -82,16 +89,19 @@ impl Shard {
     ) -> Result<Fragments> {
         let wholes = self.whole_gradients(channel, reduced)?;
         let mut updates = Fragments::new(DType::F32, self.device());
-        let (stretches, momentum) = &self.muon;
+        let MuonState {
+            stretches,
+            momentum,
+        } = &self.muon;
         let treatment = |slice: &OwnedSlice| {
             let sum = reduced.place(slice);
             (!skipped(verdict, slice)).then(|| (factors(slice.param), sum))
         };
-        for ((factors, _), run) in stretches.iter().flat_map(|all| all.runs(treatment)) {
-            let gradient = mean(&reduced.run(&run)?, factors)?;
-            let momentum = flat::view(momentum, run.in_state)?;
+        for ((factors, _), section) in stretches.iter().flat_map(|all| all.sections(treatment)) {
+            let gradient = mean(&reduced.section(&section)?, factors)?;
+            let momentum = flat::view(momentum, section.in_state)?;
             let update = momentum_update(&momentum, &gradient, muon.momentum, muon.nesterov)?;
-            for (slice, part) in run.slices.iter().zip(run.parts(&update)?) {
+            for (slice, part) in section.slices.iter().zip(section.parts(&update)?) {
                 updates.put(slice.param, slice.span.start, part);
             }
         }
@@ -129,8 +139,8 @@ impl Shard {
                 let gradient = reduced.slice(slice)?;
                 wholes.put(slice.param, slice.span.start, gradient);
             }
-            let coming = self.send(ExchangeKind::Gradients, channel, &wholes)?;
-            self.receive(ExchangeKind::Gradients, coming, &mut wholes)?;
+            let in_flight = self.send(ExchangeKind::Gradients, channel, &wholes)?;
+            self.receive(ExchangeKind::Gradients, in_flight, &mut wholes)?;
         }
         Ok(wholes)
     }
@@ -213,11 +223,11 @@ impl Shard {
     fn receive(
         &self,
         kind: ExchangeKind,
-        coming: Option<Pending>,
+        in_flight: Option<Pending>,
         fragments: &mut Fragments,
     ) -> Result<()> {
-        match (self.exchanges.get(&kind), coming) {
-            (Some(exchange), Some(coming)) => exchange.receive(coming, fragments),
+        match (self.exchanges.get(&kind), in_flight) {
+            (Some(exchange), Some(in_flight)) => exchange.receive(in_flight, fragments),
             _ => Ok(()),
         }
     }
@@ -237,17 +247,23 @@ impl Shard {
         for (param, absent) in verdict.absent.iter().enumerate() {
             self.adamw_steps[param] += u64::from(!absent);
         }
-        let (stretches, [first, second]) = &self.adamw;
+        let AdamWState {
+            stretches,
+            first,
+            second,
+        } = &self.adamw;
         let treatment = |slice: &OwnedSlice| {
             let (sum, step) = (reduced.place(slice), self.adamw_steps[slice.param.index()]);
             (!skipped(verdict, slice)).then(|| (factors(slice.param), step, sum))
         };
-        for ((factors, step, _), run) in stretches.iter().flat_map(|all| all.runs(treatment)) {
-            let gradient = mean(&reduced.run(&run)?, factors)?;
-            let weights = flat::view(&self.masters[run.block.index()], run.in_shard)?;
+        for ((factors, step, _), section) in
+            stretches.iter().flat_map(|all| all.sections(treatment))
+        {
+            let gradient = mean(&reduced.section(&section)?, factors)?;
+            let weights = flat::view(&self.masters[section.block.index()], section.in_shard)?;
             let (first, second) = (
-                flat::view(first, run.in_state)?,
-                flat::view(second, run.in_state)?,
+                flat::view(first, section.in_state)?,
+                flat::view(second, section.in_state)?,
             );
             adamw_update(&weights, &first, &second, &gradient, step, config)?;
         }

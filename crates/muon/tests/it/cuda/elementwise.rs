@@ -1,5 +1,7 @@
 use candle_core::{DType, Device, Tensor};
-use polarshard_muon::{AdamWConfig, accumulate, adamw_update, apply_update, momentum_update};
+use polarshard_muon::{
+    AdamWConfig, accumulate, adamw_update, apply_update, copy, momentum_update, widen,
+};
 
 use super::{Table, device};
 use crate::tensors::{bits, gaussian};
@@ -104,6 +106,16 @@ fn steps_have_the_bits_of_the_cpu() {
                 apply_update(&x[0], &x[1], 1.3, 0.02, 0.1).unwrap();
                 None
             });
+            compare(&mut table, &format!("widen {dtype:?}"), &operands, &|x| {
+                widen(&x[0], &x[1]).unwrap();
+                None
+            });
+            let other = operands[0].clamp(-6e4f32, 6e4f32).unwrap();
+            let alike = [other.to_dtype(dtype).unwrap(), operands[1].clone()];
+            compare(&mut table, &format!("copy {dtype:?}"), &alike, &|x| {
+                copy(&x[0], &x[1]).unwrap();
+                None
+            });
             for factor in [1.0, 0.3] {
                 compare(
                     &mut table,
@@ -140,6 +152,10 @@ fn an_operand_on_another_device_is_an_error() {
     let there = gaussian(&[10], 2).to_device(&device).unwrap();
     assert!(momentum_update(&here, &there, 0.9, true).is_err());
     assert!(accumulate(&there, &here, 1.0).is_err());
+    let before = bits(&there);
+    assert!(copy(&there, &here).is_err());
+    assert!(widen(&there, &here.to_dtype(DType::F16).unwrap()).is_err());
+    assert_eq!(bits(&there), before);
     let other = gaussian(&[10], 3).to_device(&device).unwrap();
     let config = AdamWConfig::default();
     let before = bits(&there);
