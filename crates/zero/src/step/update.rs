@@ -43,9 +43,13 @@ impl Shard {
         adamw: &AdamWConfig,
     ) -> Result<usize> {
         let updates = self.momentum(channel, reduced, &factors, verdict, muon)?;
-        let (mut results, orthogonalized) = self.whole_matrices(channel, updates, verdict, muon)?;
-        let in_flight = self.send(ExchangeKind::Results, channel, &results)?;
+        let in_flight = self.send(ExchangeKind::Updates, channel, &updates)?;
+        // Beside what travels: element-wise work shares a device with a collective. The kernels of a batch of matrices do
+        // not, so these are not begun before all are here.
         self.adamw(reduced, &factors, verdict, adamw)?;
+        let jobs = self.jobs(channel.rank(), verdict);
+        let mut results = self.orthogonalize(&jobs, updates, in_flight, muon)?;
+        let in_flight = self.send(ExchangeKind::Results, channel, &results)?;
         self.apply(&results, verdict, muon, |id| {
             !self.is_brought(ExchangeKind::Results, id)
         })?;
@@ -53,29 +57,7 @@ impl Shard {
         self.apply(&results, verdict, muon, |id| {
             self.is_brought(ExchangeKind::Results, id)
         })?;
-        Ok(orthogonalized)
-    }
-
-    /// Orthogonalizes the matrices that this rank computes, and counts them. The updates end here, with the buffer in
-    /// which they came, before results are sent.
-    fn whole_matrices(
-        &self,
-        channel: &mut Channel,
-        mut updates: Fragments,
-        verdict: &Verdict,
-        muon: &MuonConfig,
-    ) -> Result<(Fragments, usize)> {
-        let (kind, rank) = (ExchangeKind::Updates, channel.rank());
-        let dtype = muon.newton_schulz.iterate.on(self.device());
-        let mut results = Fragments::new(dtype, self.device());
-        // What is here is worked on while the rest is on its way.
-        let in_flight = self.send(kind, channel, &updates)?;
-        let here = self.jobs(rank, verdict, |id| !self.is_brought(kind, id));
-        self.orthogonalize(&here, &updates, &mut results, muon)?;
-        self.receive(kind, in_flight, &mut updates)?;
-        let late = self.jobs(rank, verdict, |id| self.is_brought(kind, id));
-        self.orthogonalize(&late, &updates, &mut results, muon)?;
-        Ok((results, here.len() + late.len()))
+        Ok(jobs.len())
     }
 
     /// Momentum on the slices of this rank, or on whole parameters: the updates before orthogonalization.
@@ -146,14 +128,9 @@ impl Shard {
     }
 
     /// Those of the matrices that this rank computes whose gradient is there and not zero.
-    fn jobs(
-        &self,
-        rank: Rank,
-        verdict: &Verdict,
-        which: impl Fn(MatrixId) -> bool,
-    ) -> Vec<(ParamId, Matrix)> {
+    fn jobs(&self, rank: Rank, verdict: &Verdict) -> Vec<(ParamId, Matrix)> {
         let params = self.plan().params();
-        let jobs = self.plan().jobs(rank).iter().filter(|id| which(**id));
+        let jobs = self.plan().jobs(rank).iter();
         jobs.filter(|id| !verdict.zero[id.index()])
             .map(|id| params.matrix(*id))
             .filter(|(param, _)| !verdict.absent[param.index()])
@@ -161,13 +138,16 @@ impl Shard {
             .collect()
     }
 
+    /// Waits for what is missing of the updates, and orthogonalizes. The updates end here, with the buffer in which they
+    /// came, before results are sent.
     fn orthogonalize(
         &self,
         jobs: &[(ParamId, Matrix)],
-        updates: &Fragments,
-        results: &mut Fragments,
+        mut updates: Fragments,
+        in_flight: Option<Pending>,
         muon: &MuonConfig,
-    ) -> Result<()> {
+    ) -> Result<Fragments> {
+        self.receive(ExchangeKind::Updates, in_flight, &mut updates)?;
         let matrix = |(param, matrix): &(ParamId, Matrix)| {
             let update = updates.read(*param, matrix.span)?;
             Ok(update.reshape((matrix.rows, matrix.cols))?)
@@ -176,10 +156,12 @@ impl Shard {
         let orthogonal = muon
             .newton_schulz
             .orthogonalize_all_as_iterated(&matrices)?;
+        let dtype = muon.newton_schulz.iterate.on(self.device());
+        let mut results = Fragments::new(dtype, self.device());
         for ((param, matrix), result) in jobs.iter().zip(orthogonal) {
             results.put(*param, matrix.span.start, result.flatten_all()?);
         }
-        Ok(())
+        Ok(results)
     }
 
     /// Updates the masters of those matrices whose results are there.
