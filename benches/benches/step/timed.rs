@@ -207,8 +207,8 @@ impl Communicator for Timed {
         self.comm.world()
     }
 
-    fn handle(&self) -> u64 {
-        self.comm.handle()
+    fn history(&self) -> u64 {
+        self.comm.history()
     }
 
     fn deadline(&self) -> Duration {

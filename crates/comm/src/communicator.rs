@@ -20,8 +20,10 @@ pub trait Communicator: fmt::Debug + Send {
     /// How many ranks there are.
     fn world(&self) -> WorldSize;
 
-    /// Which handle on its world this is, where there are several, as of [`Shared`](crate::Shared).
-    fn handle(&self) -> u64 {
+    /// A hash of the order in which the handles on this rank's end of the world were used so far, and of
+    /// this one as the next, where there are several, as of [`Shared`](crate::Shared): it must be the same
+    /// on all ranks. Wrappers hand on that of what they wrap.
+    fn history(&self) -> u64 {
         0
     }
 
@@ -56,8 +58,8 @@ impl<C: Communicator + ?Sized> Communicator for Box<C> {
         (**self).world()
     }
 
-    fn handle(&self) -> u64 {
-        (**self).handle()
+    fn history(&self) -> u64 {
+        (**self).history()
     }
 
     fn deadline(&self) -> Duration {

@@ -80,8 +80,8 @@ impl<C: Communicator> Communicator for Faulty<C> {
         self.world
     }
 
-    fn handle(&self) -> u64 {
-        self.inner.as_ref().map_or(0, Communicator::handle)
+    fn history(&self) -> u64 {
+        self.inner.as_ref().map_or(0, Communicator::history)
     }
 
     fn deadline(&self) -> Duration {

@@ -131,9 +131,10 @@ impl Nccl {
                 let _ = context.bind_to_thread();
                 engine.run();
             })
-            .map_err(|e| SetupError::Backend {
-                rank,
-                message: e.to_string(),
+            .map_err(|e| {
+                let message = e.to_string();
+                tether.leave(Departure::Returned, Some(message.clone()));
+                SetupError::Backend { rank, message }
             })?;
         Ok(Self {
             device: device.clone(),

@@ -39,8 +39,8 @@ impl<C: Communicator> Communicator for Recording<C> {
         self.inner.world()
     }
 
-    fn handle(&self) -> u64 {
-        self.inner.handle()
+    fn history(&self) -> u64 {
+        self.inner.history()
     }
 
     fn deadline(&self) -> Duration {

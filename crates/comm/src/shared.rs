@@ -1,18 +1,19 @@
 //! A wrapper for a world that outlives what uses it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use polarshard_partition::{Class, Rank, WorldSize};
+use polarshard_partition::{Class, DigestWriter, Rank, WorldSize};
 
 use crate::{Communicator, Error, Pause, Pending, Request};
 
 /// One of several handles on a communicator: for optimizers that follow each other in one world, or
-/// that work side by side. The ranks' requests must have the same order over all handles, which are
-/// counted as they are made: an optimizer can tell by [`handle`](Communicator::handle) that another
-/// rank has used another one.
+/// that work side by side.
+///
+/// The ranks' requests must have the same order over all handles, which are counted as they are used
+/// first. Backends cannot tell the requests of two models of the same shapes apart; whoever uses a
+/// handle finds out by its [`history`](Communicator::history) whether another rank has used another one.
 ///
 /// [`shutdown`](Communicator::shutdown) of a handle waits for the other ranks and leaves the world
 /// as it is; [`into_inner`](Self::into_inner) gives the communicator back, to end it. The others
@@ -20,29 +21,50 @@ use crate::{Communicator, Error, Pause, Pending, Request};
 /// for their deadline.
 #[derive(Debug)]
 pub struct Shared<C> {
-    inner: Arc<Mutex<C>>,
-    /// How many there have been.
-    handles: Arc<AtomicU64>,
-    handle: u64,
+    inner: Arc<Mutex<Inner<C>>>,
+    /// Which of those that were used it is.
+    number: Option<u64>,
+}
+
+/// What the handles have in common.
+#[derive(Debug)]
+struct Inner<C> {
+    comm: C,
+    /// Handles that were used.
+    used: u64,
+    history: u64,
+}
+
+impl<C> Inner<C> {
+    /// The history after a use of this handle.
+    fn with(&self, number: u64) -> u64 {
+        let history = DigestWriter::new().u64(self.history).u64(number);
+        history.finish().0
+    }
 }
 
 impl<C: Communicator> Shared<C> {
     /// The first handle.
-    pub fn new(inner: C) -> Self {
+    pub fn new(comm: C) -> Self {
+        let inner = Inner {
+            comm,
+            used: 0,
+            history: 0,
+        };
         Self {
             inner: Arc::new(Mutex::new(inner)),
-            handles: Arc::new(AtomicU64::new(1)),
-            handle: 0,
+            number: None,
         }
     }
 
     /// The communicator, if this is the last handle.
     pub fn into_inner(self) -> Option<C> {
         let inner = Arc::into_inner(self.inner)?;
-        Some(inner.into_inner().unwrap_or_else(PoisonError::into_inner))
+        let inner = inner.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Some(inner.comm)
     }
 
-    fn locked(&self) -> MutexGuard<'_, C> {
+    fn locked(&self) -> MutexGuard<'_, Inner<C>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -51,35 +73,42 @@ impl<C> Clone for Shared<C> {
     fn clone(&self) -> Self {
         Self {
             inner: Arc::clone(&self.inner),
-            handles: Arc::clone(&self.handles),
-            handle: self.handles.fetch_add(1, Ordering::Relaxed),
+            number: None,
         }
     }
 }
 
 impl<C: Communicator> Communicator for Shared<C> {
     fn rank(&self) -> Rank {
-        self.locked().rank()
+        self.locked().comm.rank()
     }
 
     fn world(&self) -> WorldSize {
-        self.locked().world()
+        self.locked().comm.world()
     }
 
-    fn handle(&self) -> u64 {
-        self.handle
+    fn history(&self) -> u64 {
+        let inner = self.locked();
+        inner.with(self.number.unwrap_or(inner.used + 1))
     }
 
     fn deadline(&self) -> Duration {
-        self.locked().deadline()
+        self.locked().comm.deadline()
     }
 
     fn start(&mut self, request: Request) -> Result<Pending, Error> {
-        self.locked().start(request)
+        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let pending = inner.comm.start(request)?;
+        let number = *self.number.get_or_insert_with(|| {
+            inner.used += 1;
+            inner.used
+        });
+        inner.history = inner.with(number);
+        Ok(pending)
     }
 
     fn pause(&self) -> Pause {
-        self.locked().pause()
+        self.locked().comm.pause()
     }
 
     fn shutdown(mut self: Box<Self>) -> Result<(), Error> {

@@ -36,7 +36,9 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// What a rank holds at most in a step, by purpose, if gradients come in plan order.
+/// What a rank keeps from step to step and the buffers that travel, at most, by purpose, if gradients come in plan order.
+/// What single operations take on top of that (scaled gradients, updates and results of a step, the iteration's workspace) is
+/// not in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Memory {
     /// The model's weights, whole, in their own types.

@@ -70,8 +70,8 @@ impl<C: Communicator> Communicator for Partial<C> {
         self.inner.world()
     }
 
-    fn handle(&self) -> u64 {
-        self.inner.handle()
+    fn history(&self) -> u64 {
+        self.inner.history()
     }
 
     fn deadline(&self) -> Duration {

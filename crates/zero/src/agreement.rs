@@ -26,10 +26,6 @@ pub(crate) fn agree(
                 "the version of this crate",
                 DigestWriter::new().str(env!("CARGO_PKG_VERSION")).finish(),
             ),
-            (
-                "the handle on their world",
-                DigestWriter::new().u64(channel.handle()).finish(),
-            ),
             ("their parameters", parameters(weights)),
             (
                 "update groups, bucket size, layout, route or policy",

@@ -27,9 +27,9 @@ impl Channel {
         self.comm.world()
     }
 
-    /// Which of the handles on its world it uses.
-    pub(crate) fn handle(&self) -> u64 {
-        self.comm.handle()
+    /// A hash of the order in which this and other optimizers of this rank have used the world.
+    pub(crate) fn history(&self) -> u64 {
+        self.comm.history()
     }
 
     pub(crate) fn deadline(&self) -> Duration {
@@ -77,6 +77,26 @@ impl Channel {
             .chunks(values.len().max(1))
             .map(<[f64]>::to_vec)
             .collect())
+    }
+
+    /// The same, if all ranks have used the world in the same order; to be asked before anything is done that an
+    /// optimizer of another model could take part in unnoticed.
+    pub(crate) fn collect_in_order(&mut self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
+        // 52 bits, which an f64 holds exactly.
+        let history = (self.history() >> 12) as f64;
+        let told = [&[history], values].concat();
+        let all = self.collect(&told)?;
+        let differing: Vec<_> = (0..all.len())
+            .filter(|rank| all[*rank][0] != history)
+            .map(Rank)
+            .collect();
+        if !differing.is_empty() {
+            return Err(Error::OtherOrder {
+                rank: self.rank(),
+                differing,
+            });
+        }
+        Ok(all.iter().map(|told| told[1..].to_vec()).collect())
     }
 
     pub(crate) fn comm(&self) -> &dyn Communicator {

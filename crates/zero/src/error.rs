@@ -264,6 +264,17 @@ pub enum Error {
         /// The ranks that disagree with this one.
         drifted: Vec<Rank>,
     },
+    /// Ranks have used several optimizers of one world in different orders. Nothing was done.
+    #[error(
+        "rank {rank}: {} used the optimizers of this world in another order",
+        ranks_text(differing)
+    )]
+    OtherOrder {
+        /// This rank.
+        rank: Rank,
+        /// The ranks whose order is not this one's.
+        differing: Vec<Rank>,
+    },
     /// Ranks were built differently.
     #[error("rank {rank} and rank {other} differ in {what}: {mine:#x} here, {theirs:#x} there")]
     Disagreement {

@@ -9,7 +9,8 @@ use crate::weights::Weight;
 /// Compares a checksum of each weight over ranks.
 ///
 /// # Errors
-/// [`Error::ReplicasDiffer`] naming the first weight that differs and the ranks that have it otherwise than rank 0.
+/// [`Error::ReplicasDiffer`] naming the first weight that differs and the ranks that have it otherwise than rank 0;
+/// [`Error::OtherOrder`].
 pub(crate) fn verify(channel: &mut Channel, weights: &[Weight]) -> Result<()> {
     let checksums = weights
         .iter()
@@ -17,13 +18,11 @@ pub(crate) fn verify(channel: &mut Channel, weights: &[Weight]) -> Result<()> {
         .collect::<Result<Vec<_>>>()?;
     let all = checksums
         .iter()
-        .fold(DigestWriter::new().u64(channel.handle()), |all, digest| {
-            all.u64(digest.0)
-        })
+        .fold(DigestWriter::new(), |all, digest| all.u64(digest.0))
         .finish();
     let rank = channel.rank();
     // One number a rank; all weights' numbers travel only where ranks differ.
-    if odd_ones(&channel.collect(&[exact(all)])?, 0).is_empty() {
+    if odd_ones(&channel.collect_in_order(&[exact(all)])?, 0).is_empty() {
         return Ok(());
     }
     let all = channel.collect(&checksums.into_iter().map(exact).collect::<Vec<_>>())?;

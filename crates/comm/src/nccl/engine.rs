@@ -245,8 +245,12 @@ impl Engine {
         let running = self.link.running();
         let begun = match self.flight.begun {
             Some(begun) => begun,
-            None if first.ready.is_complete() => running,
-            None => return,
+            None => match first.ready.try_is_complete() {
+                Ok(true) => running,
+                Ok(false) => return,
+                // It will never be ready.
+                Err(error) => return self.fail(&first.started, text(error)),
+            },
         };
         if running.saturating_sub(begun) >= self.deadline {
             // Known to all ranks when it returns, this one included.

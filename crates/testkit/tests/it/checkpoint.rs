@@ -351,30 +351,32 @@ fn a_save_that_fails_leaves_the_earlier_checkpoint() -> Result<()> {
     let before = listed()?;
     let run = RUNS[3];
     let other = model.initial(SEED + 1)?;
-    // Where the last rank writes there is a folder.
+    // Where the last rank writes there is a folder, or where its file would be when it is whole.
     let last = run.world - 1;
-    let in_the_way = folder.path().join(format!(
-        "1-step-00000001-rank-{last:05}.safetensors.partial"
-    ));
-    fs::create_dir(&in_the_way)?;
-    world(run.world, |comm| -> Result<()> {
-        let mut worker = Worker::new(comm, &other, &model.roles, run.config(&model))?;
-        for step in steps(&model, run.world, 0, 1)? {
-            worker.step(&step)?;
-        }
-        let rank = worker.optimizer.rank().0;
-        let error = worker.optimizer.save(folder.path()).err();
-        let error = error.context("a folder was written to")?;
-        let named = match &error {
-            Error::Checkpoint { path, .. } => rank == last && *path == in_the_way,
-            Error::CheckpointFailed { failed, .. } => rank != last && *failed == [Rank(last)],
-            _ => false,
-        };
-        ensure!(named, "rank {rank}: {error}");
-        Ok(worker.optimizer.shutdown()?)
-    })?;
-    fs::remove_dir(in_the_way)?;
-    ensure!(listed()? == before, "{:?}", listed()?);
+    let file = format!("1-step-00000001-rank-{last:05}.safetensors");
+    for in_the_way in [format!("{file}.partial"), file] {
+        let in_the_way = folder.path().join(in_the_way);
+        fs::create_dir(&in_the_way)?;
+        fs::write(in_the_way.join("inside"), "")?;
+        world(run.world, |comm| -> Result<()> {
+            let mut worker = Worker::new(comm, &other, &model.roles, run.config(&model))?;
+            for step in steps(&model, run.world, 0, 1)? {
+                worker.step(&step)?;
+            }
+            let rank = worker.optimizer.rank().0;
+            let error = worker.optimizer.save(folder.path()).err();
+            let error = error.context("a folder was written to")?;
+            let named = match &error {
+                Error::Checkpoint { path, .. } => rank == last && *path == in_the_way,
+                Error::CheckpointFailed { failed, .. } => rank != last && *failed == [Rank(last)],
+                _ => false,
+            };
+            ensure!(named, "rank {rank}: {error}");
+            Ok(worker.optimizer.shutdown()?)
+        })?;
+        fs::remove_dir_all(in_the_way)?;
+        ensure!(listed()? == before, "{:?}", listed()?);
+    }
     let found = RUNS[0].weights(&model, Some(folder.path()), &[], None)?;
     same_bits(&names, &found, &first)?;
     // At the same step again, nobody in the way.

@@ -24,9 +24,10 @@ impl Saved {
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let json = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         let saved = serde_json::from_slice(&json).ok();
-        saved
-            .filter(Self::can_be_drawn)
-            .with_context(|| format!("{} is no curve of an earlier run", path.display()))
+        saved.filter(Self::can_be_drawn).with_context(|| {
+            let path = path.display();
+            format!("{path} is no curve of an earlier run, or one whose losses cannot be drawn")
+        })
     }
 
     /// Whether it can come from a run: what cannot would end up in a picture that no program shows.
@@ -61,7 +62,7 @@ mod tests {
             fs::write(&path, foreign).unwrap();
             let error = Saved::read(&path).unwrap_err().to_string();
             assert!(
-                error.ends_with("loss.json is no curve of an earlier run"),
+                error.contains("loss.json is no curve of an earlier run"),
                 "{error}"
             );
         }

@@ -10,7 +10,7 @@ use polarshard_partition::{Class, ParamId, Plan, Rank, Span};
 
 use super::index::Index;
 use super::tensor_file::TensorFileWriter;
-use super::{Kind, together};
+use super::{Kind, durable, together};
 use crate::channel::Channel;
 use crate::error::{Error, Result};
 use crate::flat;
@@ -21,7 +21,8 @@ pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Pat
     let _paused = channel.comm().pause();
     let rank = channel.rank();
     // Rank 0 alone says how files are called: another rank may see an older state of the folder.
-    let number = channel.collect(&[Index::next_number(folder) as f64])?[0][0] as u64;
+    let numbers = channel.collect_in_order(&[Index::next_number(folder) as f64])?;
+    let number = numbers[0][0] as u64;
     let names = Names { number, step };
     let writer = begin(shard.plan(), rank, names, folder);
     let written = match writer {
@@ -32,7 +33,9 @@ pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Pat
     together(channel, written).inspect_err(|error| {
         // No index will name it; but after a fatal error others may have gone on to the index.
         if !error.is_fatal() {
-            let _ = fs::remove_file(folder.join(names.of(rank)));
+            let path = folder.join(names.of(rank));
+            let _ = fs::remove_file(durable::beside(&path));
+            let _ = fs::remove_file(path);
         }
     })?;
     let replaced = if rank == Rank(0) {

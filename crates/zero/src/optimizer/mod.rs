@@ -182,7 +182,7 @@ impl ZeroOptimizer {
     /// Compares the bits of all weights over ranks. A collective: all ranks call it.
     ///
     /// # Errors
-    /// [`Error::ReplicasDiffer`].
+    /// [`Error::ReplicasDiffer`]; [`Error::OtherOrder`] if another rank is comparing another optimizer of this world.
     pub fn verify_replicas(&mut self) -> Result<()> {
         self.alive()?;
         let verified = replicas::verify(&mut self.inbox.intake().channel, &self.weights);

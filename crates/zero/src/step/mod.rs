@@ -216,7 +216,7 @@ fn census(intake: &Intake, shard: &Shard, config: &Config, steps: u64) -> Result
         .u64(cycle.done as u64)
         .u64(hyper_parameters.0)
         .u64(intake.channel.issued())
-        .u64(intake.channel.handle());
+        .u64(intake.channel.history());
     census.state = Some(state.finish().0);
     Ok(census)
 }

@@ -135,7 +135,7 @@ mod tests {
                             unreachable!()
                         };
                         assert_eq!((a.matrix, a.product), (b.matrix, b.product));
-                        assert!(a.width().max(b.width()) <= launch.width.max(Width::W192));
+                        assert!(a.width().max(b.width()).columns() <= launch.width.kernel());
                         let (matrix, product) = (a.matrix as usize, usize::from(a.product));
                         assert!(product < products - 1 || matrix >= wide);
                         let seen = if waits_inside { &left } else { &before };
