@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::sync::Look;
+use crate::sync::{Look, Monitor};
 
 /// Tells how long the world has been running, pauses left out.
 #[derive(Debug, Default)]
@@ -23,7 +23,7 @@ impl Clock {
 
     /// When to look again at something that is late when the clock shows `over`; `None` if it is
     /// late already.
-    pub(crate) fn look_again<R>(&self, now: Duration, over: Duration) -> Option<Look<R>> {
+    fn look_again<R>(&self, now: Duration, over: Duration) -> Option<Look<R>> {
         let running = self.running(now);
         if running >= over {
             None
@@ -53,6 +53,27 @@ impl Clock {
     fn is_paused(&self) -> bool {
         self.holders > 0
     }
+}
+
+/// Blocks until `found` gives something, within the `deadline` by the `clock` of the state; `late`
+/// decides when it is over.
+pub(crate) fn wait<S, R>(
+    monitor: &impl Monitor<S>,
+    clock: impl Fn(&S) -> &Clock,
+    deadline: Duration,
+    mut found: impl FnMut(&mut S) -> Option<R>,
+    late: impl Fn(&mut S) -> R,
+) -> R {
+    let mut over = None;
+    monitor.wait(|state, now| {
+        if let Some(result) = found(state) {
+            return Look::Found(result);
+        }
+        let clock = clock(state);
+        let over = *over.get_or_insert(clock.running(now).saturating_add(deadline));
+        let again = clock.look_again(now, over);
+        again.unwrap_or_else(|| Look::Found(late(state)))
+    })
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use std::time::Duration;
 use polarshard_partition::{Rank, WorldSize};
 
 use crate::agree::disagreement;
-use crate::clock::Clock;
-use crate::sync::{Blocking, Look, Monitor};
+use crate::clock::{self, Clock};
+use crate::sync::{Blocking, Monitor};
 use crate::{Departure, Error, Pause, Started};
 
 /// A meeting point of all ranks of a world, used over and over. Ranks meet in rounds; a rank is in
@@ -99,19 +99,11 @@ impl<P, M: Monitor<State<P>>> Rendezvous<P, M> {
     pub(crate) fn wait<R>(
         &self,
         deadline: Duration,
-        mut found: impl FnMut(&mut State<P>) -> Option<R>,
+        found: impl FnMut(&mut State<P>) -> Option<R>,
         late: impl Fn(&mut State<P>, Duration) -> R,
     ) -> R {
-        let mut over = None;
-        self.monitor.wait(|state, now| {
-            if let Some(result) = found(state) {
-                return Look::Found(result);
-            }
-            let running = state.clock.running(now);
-            let over = *over.get_or_insert(running.saturating_add(deadline));
-            let again = state.clock.look_again(now, over);
-            again.unwrap_or_else(|| Look::Found(late(state, deadline)))
-        })
+        let late = |state: &mut State<P>| late(state, deadline);
+        clock::wait(&self.monitor, |state| &state.clock, deadline, found, late)
     }
 }
 

@@ -40,6 +40,15 @@ pub struct Member {
 }
 
 impl Member {
+    /// The process that was launched so.
+    ///
+    /// # Errors
+    /// If there is no GPU.
+    pub fn new(launch: Launch) -> Result<Self> {
+        let device = nccl::device_of(&launch)?;
+        Ok(Self { device, launch })
+    }
+
     /// Joins the world. Optimizers use it one after the other.
     ///
     /// # Errors
@@ -112,6 +121,5 @@ impl World<'_> {
 
 fn member() -> Result<Member> {
     let launch = Launch::from_env()?.context("a rank that was not launched")?;
-    let device = nccl::device_of(&launch)?;
-    Ok(Member { device, launch })
+    Member::new(launch)
 }

@@ -82,19 +82,12 @@ impl Channel {
     /// The same, if all ranks have used the world in the same order; to be asked before anything is done that an
     /// optimizer of another model could take part in unnoticed.
     pub(crate) fn collect_in_order(&mut self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
-        // 52 bits, which an f64 holds exactly.
-        let history = (self.history() >> 12) as f64;
-        let told = [&[history], values].concat();
+        let rank = self.rank();
+        let told = [&[exact(self.history())], values].concat();
         let all = self.collect(&told)?;
-        let differing: Vec<_> = (0..all.len())
-            .filter(|rank| all[*rank][0] != history)
-            .map(Rank)
-            .collect();
+        let differing = differing(&all, 0, rank);
         if !differing.is_empty() {
-            return Err(Error::OtherOrder {
-                rank: self.rank(),
-                differing,
-            });
+            return Err(Error::OtherOrder { rank, differing });
         }
         Ok(all.iter().map(|told| told[1..].to_vec()).collect())
     }
@@ -106,4 +99,17 @@ impl Channel {
     pub(crate) fn shutdown(self) -> Result<()> {
         Ok(self.comm.shutdown()?)
     }
+}
+
+/// 52 bits of a hash, which an f64 holds exactly.
+pub(crate) fn exact(hash: u64) -> f64 {
+    (hash >> 12) as f64
+}
+
+/// The ranks whose number at `index` is not that of `rank`.
+pub(crate) fn differing(by_rank: &[Vec<f64>], index: usize, rank: Rank) -> Vec<Rank> {
+    (0..by_rank.len())
+        .filter(|other| by_rank[*other][index] != by_rank[rank.0][index])
+        .map(Rank)
+        .collect()
 }

@@ -1,8 +1,8 @@
 //! Proof that every rank's weights have the same bits.
 
-use polarshard_partition::{Digest, DigestWriter, Rank};
+use polarshard_partition::{DigestWriter, Rank};
 
-use crate::channel::Channel;
+use crate::channel::{Channel, differing, exact};
 use crate::error::{Error, Result};
 use crate::weights::Weight;
 
@@ -22,12 +22,13 @@ pub(crate) fn verify(channel: &mut Channel, weights: &[Weight]) -> Result<()> {
         .finish();
     let rank = channel.rank();
     // One number a rank; all weights' numbers travel only where ranks differ.
-    if odd_ones(&channel.collect_in_order(&[exact(all)])?, 0).is_empty() {
+    if differing(&channel.collect_in_order(&[exact(all.0)])?, 0, Rank(0)).is_empty() {
         return Ok(());
     }
-    let all = channel.collect(&checksums.into_iter().map(exact).collect::<Vec<_>>())?;
+    let checksums: Vec<_> = checksums.iter().map(|digest| exact(digest.0)).collect();
+    let all = channel.collect(&checksums)?;
     for (index, weight) in weights.iter().enumerate() {
-        let differing = odd_ones(&all, index);
+        let differing = differing(&all, index, Rank(0));
         if !differing.is_empty() {
             return Err(Error::ReplicasDiffer {
                 rank,
@@ -37,17 +38,4 @@ pub(crate) fn verify(channel: &mut Channel, weights: &[Weight]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// 52 bits, which an f64 holds exactly.
-fn exact(digest: Digest) -> f64 {
-    (digest.0 >> 12) as f64
-}
-
-/// The ranks whose number at `index` is not that of rank 0.
-fn odd_ones(by_rank: &[Vec<f64>], index: usize) -> Vec<Rank> {
-    (0..by_rank.len())
-        .filter(|rank| by_rank[*rank][index] != by_rank[0][index])
-        .map(Rank)
-        .collect()
 }

@@ -21,16 +21,9 @@ pub(super) fn read(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<Lau
 }
 
 fn torchrun(environment: &Environment<'_>) -> Result<Launch, SetupError> {
-    let mut launch = environment.launch("RANK", "WORLD_SIZE")?;
-    let world = launch.world.get();
-    let local_world = environment.number_or("LOCAL_WORLD_SIZE", world)?;
-    let by_rank = launch.rank.0 % local_world.max(1);
-    let local_rank = environment.number_or("LOCAL_RANK", by_rank)?;
-    launch = launch.with_local(local_rank, local_world)?;
-    launch.address = environment.need("MASTER_ADDR", "RANK")?;
-    launch.ports = environment
-        .master_ports()?
-        .ok_or_else(|| unset("RANK", "MASTER_PORT"))?;
+    let launch = environment.launch("RANK", "WORLD_SIZE")?;
+    let launch = environment.on_machine(launch, "LOCAL_RANK", "LOCAL_WORLD_SIZE")?;
+    let mut launch = environment.at_master(launch, "RANK")?;
     let is_taken = environment
         .get("TORCHELASTIC_USE_AGENT_STORE")
         .is_some_and(|value| value.eq_ignore_ascii_case("true"));
@@ -83,12 +76,10 @@ fn srun(environment: &Environment<'_>) -> Result<Launch, SetupError> {
 
 fn open_mpi(environment: &Environment<'_>) -> Result<Launch, SetupError> {
     const RANK: &str = "OMPI_COMM_WORLD_RANK";
-    let mut launch = environment.launch(RANK, "OMPI_COMM_WORLD_SIZE")?;
-    let world = launch.world.get();
-    let local_world = environment.number_or("OMPI_COMM_WORLD_LOCAL_SIZE", world)?;
-    let by_rank = launch.rank.0 % local_world.max(1);
-    let local_rank = environment.number_or("OMPI_COMM_WORLD_LOCAL_RANK", by_rank)?;
-    launch = launch.with_local(local_rank, local_world)?;
+    const LOCAL: [&str; 2] = ["OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"];
+    let launch = environment.launch(RANK, "OMPI_COMM_WORLD_SIZE")?;
+    let mut launch = environment.on_machine(launch, LOCAL[0], LOCAL[1])?;
+    let is_alone = launch.local_world == launch.world.get();
 
     // Both name the run; the first one also names the host of mpirun.
     const SERVER: &str = "OMPI_MCA_orte_hnp_uri";
@@ -102,7 +93,7 @@ fn open_mpi(environment: &Environment<'_>) -> Result<Launch, SetupError> {
                 "an address of mpirun, like 1234.0;tcp://10.0.0.1:5000",
             )
         })?,
-        (None, None) if local_world == world => "127.0.0.1".to_owned(),
+        (None, None) if is_alone => "127.0.0.1".to_owned(),
         (None, None) => return Err(unset(RANK, "MASTER_ADDR")),
     };
     launch.ports = match environment.master_ports()? {
@@ -114,16 +105,9 @@ fn open_mpi(environment: &Environment<'_>) -> Result<Launch, SetupError> {
 }
 
 fn pmi(environment: &Environment<'_>) -> Result<Launch, SetupError> {
-    let mut launch = environment.launch("PMI_RANK", "PMI_SIZE")?;
-    let local_world = environment.number_or("MPI_LOCALNRANKS", launch.world.get())?;
-    let by_rank = launch.rank.0 % local_world.max(1);
-    let local_rank = environment.number_or("MPI_LOCALRANKID", by_rank)?;
-    launch = launch.with_local(local_rank, local_world)?;
-    launch.address = environment.need("MASTER_ADDR", "PMI_RANK")?;
-    launch.ports = environment
-        .master_ports()?
-        .ok_or_else(|| unset("PMI_RANK", "MASTER_PORT"))?;
-    Ok(launch)
+    let launch = environment.launch("PMI_RANK", "PMI_SIZE")?;
+    let launch = environment.on_machine(launch, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")?;
+    environment.at_master(launch, "PMI_RANK")
 }
 
 /// Variables by name.
@@ -168,6 +152,26 @@ impl Environment<'_> {
         let world = world.filter(|world| world.get() <= MOST_RANKS);
         let world = world.ok_or_else(|| variable(size, count.to_string(), A_WORLD))?;
         Launch::new(Rank(at), world, "127.0.0.1", 1)
+    }
+
+    /// With its place on its machine: where nothing is said, all ranks are on one, or as many as are said to be
+    /// follow each other.
+    fn on_machine(&self, launch: Launch, rank: &str, size: &str) -> Result<Launch, SetupError> {
+        let local_world = self.number_or(size, launch.world.get())?;
+        let by_rank = launch.rank.0 % local_world.max(1);
+        let local_rank = self.number_or(rank, by_rank)?;
+        launch.with_local(local_rank, local_world)
+    }
+
+    /// With rank 0 where it must be said to be, since `given` is set.
+    fn at_master(&self, launch: Launch, given: &str) -> Result<Launch, SetupError> {
+        Ok(Launch {
+            address: self.need("MASTER_ADDR", given)?,
+            ports: self
+                .master_ports()?
+                .ok_or_else(|| unset(given, "MASTER_PORT"))?,
+            ..launch
+        })
     }
 
     fn master_ports(&self) -> Result<Option<[u16; 2]>, SetupError> {

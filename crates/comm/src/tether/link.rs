@@ -11,7 +11,7 @@ use polarshard_partition::Rank;
 
 use super::frame::Frame;
 use super::hub;
-use crate::clock::Clock;
+use crate::clock::{self, Clock};
 use crate::sync::{Blocking, Look, Monitor};
 use crate::{Departure, Error, Introduction, Pause, SetupError, Started};
 
@@ -241,19 +241,10 @@ impl Link {
     pub(crate) fn wait<R>(
         &self,
         deadline: Duration,
-        mut found: impl FnMut(&mut State) -> Option<R>,
+        found: impl FnMut(&mut State) -> Option<R>,
         late: impl Fn(&mut State) -> R,
     ) -> R {
-        let mut over = None;
-        self.monitor.wait(|state, now| {
-            if let Some(result) = found(state) {
-                return Look::Found(result);
-            }
-            let running = state.clock.running(now);
-            let over = *over.get_or_insert(running.saturating_add(deadline));
-            let again = state.clock.look_again(now, over);
-            again.unwrap_or_else(|| Look::Found(late(state)))
-        })
+        clock::wait(&self.monitor, |state| &state.clock, deadline, found, late)
     }
 
     fn writer(&self) -> MutexGuard<'_, TcpStream> {

@@ -1,11 +1,11 @@
 //! The operations that change no value, on a CPU and on a CUDA device.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, InplaceOp2, Layout, Result as CandleResult, bail};
+use candle_core::{CpuStorage, InplaceOp2, Layout, Result as CandleResult};
 #[cfg(feature = "cuda")]
 use candle_core::{CudaStorage, DType, scalar::Scalar};
 
-use super::ops::slice_mut;
+use super::ops::with_floats;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 
@@ -53,21 +53,7 @@ impl InplaceOp2 for WidenOp {
         values: &CpuStorage,
         values_layout: &Layout,
     ) -> CandleResult<()> {
-        let target = slice_mut(target, layout)?.iter_mut();
-        let Some((start, end)) = values_layout.contiguous_offsets() else {
-            bail!("{}: expected contiguous values", self.name());
-        };
-        match values {
-            CpuStorage::F32(x) => target.zip(&x[start..end]).for_each(|(t, x)| *t = *x),
-            CpuStorage::F16(x) => target
-                .zip(&x[start..end])
-                .for_each(|(t, x)| *t = x.to_f32()),
-            CpuStorage::BF16(x) => target
-                .zip(&x[start..end])
-                .for_each(|(t, x)| *t = x.to_f32()),
-            _ => bail!("{}: expected f32, f16 or bf16", self.name()),
-        }
-        Ok(())
+        with_floats((target, layout), (values, values_layout), |t, x| *t = x)
     }
 
     /// Half precision is summed onto -0, which is exact, signs of zeros included: candle's cast would

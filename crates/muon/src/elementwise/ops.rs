@@ -27,17 +27,9 @@ impl InplaceOp2 for AccumulateOp {
         values: &CpuStorage,
         values_layout: &Layout,
     ) -> CandleResult<()> {
-        let sum = slice_mut(sum, layout)?;
-        let Some((start, end)) = values_layout.contiguous_offsets() else {
-            bail!("{}: expected contiguous values", self.name());
-        };
-        match values {
-            CpuStorage::F32(x) => self.run(sum, x[start..end].iter().copied()),
-            CpuStorage::F16(x) => self.run(sum, x[start..end].iter().map(|x| x.to_f32())),
-            CpuStorage::BF16(x) => self.run(sum, x[start..end].iter().map(|x| x.to_f32())),
-            _ => bail!("{}: expected f32, f16 or bf16", self.name()),
-        }
-        Ok(())
+        with_floats((sum, layout), (values, values_layout), |s, x| {
+            *s += self.factor * x;
+        })
     }
 
     #[cfg(feature = "cuda")]
@@ -49,14 +41,6 @@ impl InplaceOp2 for AccumulateOp {
         values_layout: &Layout,
     ) -> CandleResult<()> {
         cuda::accumulate((sum, layout), (values, values_layout), self.factor)
-    }
-}
-
-impl AccumulateOp {
-    fn run(&self, sum: &mut [f32], values: impl Iterator<Item = f32>) {
-        for (s, x) in sum.iter_mut().zip(values) {
-            *s += self.factor * x;
-        }
     }
 }
 
@@ -149,17 +133,9 @@ impl InplaceOp2 for ApplyOp {
         update: &CpuStorage,
         update_layout: &Layout,
     ) -> CandleResult<()> {
-        let weights = slice_mut(weights, layout)?;
-        let Some((start, end)) = update_layout.contiguous_offsets() else {
-            bail!("{}: expected a contiguous update", self.name());
-        };
-        match update {
-            CpuStorage::F32(o) => self.run(weights, o[start..end].iter().copied()),
-            CpuStorage::F16(o) => self.run(weights, o[start..end].iter().map(|o| o.to_f32())),
-            CpuStorage::BF16(o) => self.run(weights, o[start..end].iter().map(|o| o.to_f32())),
-            _ => bail!("{}: expected f32, f16 or bf16", self.name()),
-        }
-        Ok(())
+        with_floats((weights, layout), (update, update_layout), |p, o| {
+            *p = self.keep * *p - self.step * o;
+        })
     }
 
     #[cfg(feature = "cuda")]
@@ -176,14 +152,6 @@ impl InplaceOp2 for ApplyOp {
             self.keep,
             self.step,
         )
-    }
-}
-
-impl ApplyOp {
-    fn run(&self, weights: &mut [f32], update: impl Iterator<Item = f32>) {
-        for (p, o) in weights.iter_mut().zip(update) {
-            *p = self.keep * *p - self.step * o;
-        }
     }
 }
 
@@ -273,6 +241,29 @@ impl<F: FnMut(&mut [f32]) -> CandleResult<()>> InplaceOp1 for Lend<F> {
     }
 }
 
+/// Changes each element of a target in f32 with that of values in f32, f16 or bf16.
+pub(super) fn with_floats(
+    (target, layout): (&mut CpuStorage, &Layout),
+    (values, values_layout): (&CpuStorage, &Layout),
+    change: impl Fn(&mut f32, f32),
+) -> CandleResult<()> {
+    let target = slice_mut(target, layout)?.iter_mut();
+    let Some((start, end)) = values_layout.contiguous_offsets() else {
+        bail!("expected contiguous values");
+    };
+    match values {
+        CpuStorage::F32(x) => target.zip(&x[start..end]).for_each(|(t, x)| change(t, *x)),
+        CpuStorage::F16(x) => target
+            .zip(&x[start..end])
+            .for_each(|(t, x)| change(t, x.to_f32())),
+        CpuStorage::BF16(x) => target
+            .zip(&x[start..end])
+            .for_each(|(t, x)| change(t, x.to_f32())),
+        _ => bail!("expected f32, f16 or bf16"),
+    }
+    Ok(())
+}
+
 fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> CandleResult<&'a [f32]> {
     match (storage, layout.contiguous_offsets()) {
         (CpuStorage::F32(x), Some((start, end))) => Ok(&x[start..end]),
@@ -280,10 +271,7 @@ fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> CandleResult<&'a [f32]
     }
 }
 
-pub(super) fn slice_mut<'a>(
-    storage: &'a mut CpuStorage,
-    layout: &Layout,
-) -> CandleResult<&'a mut [f32]> {
+fn slice_mut<'a>(storage: &'a mut CpuStorage, layout: &Layout) -> CandleResult<&'a mut [f32]> {
     match (storage, layout.contiguous_offsets()) {
         (CpuStorage::F32(x), Some((start, end))) => Ok(&mut x[start..end]),
         _ => bail!("expected contiguous f32"),

@@ -6,7 +6,7 @@ use polarshard_comm::{Communicator, Loopback, Shared};
 use polarshard_partition::Rank;
 use polarshard_testkit::harness::Worker;
 use polarshard_testkit::model::{Draw, MicroBatch, Model, StepGradients};
-use polarshard_zero::{Config, Error, Roles};
+use polarshard_zero::{Config, Error, Roles, StepReport};
 
 use crate::support::{config, same_bits, trained, unsharded, world};
 
@@ -101,6 +101,17 @@ fn swapped(rank: impl Fn(&mut [Worker; 2]) -> Result<()> + Sync) -> Result<()> {
     .map(drop)
 }
 
+/// A step is refused, and nothing has changed.
+fn drifted(
+    worker: &mut Worker,
+    step: impl FnOnce(&mut Worker) -> polarshard_zero::Result<StepReport>,
+) -> Result<()> {
+    let before = worker.weights()?;
+    let error = step(worker).err().context("the step was taken")?;
+    ensure!(matches!(error, Error::Drifted { .. }), "{error}");
+    unchanged(worker, &before)
+}
+
 fn unchanged(worker: &Worker, before: &[Tensor]) -> Result<()> {
     let names = [("weight".to_owned(), before[0].clone())];
     same_bits(&names, &worker.weights()?, before)
@@ -110,16 +121,8 @@ fn unchanged(worker: &Worker, before: &[Tensor]) -> Result<()> {
 fn a_step_of_another_optimizer_on_another_rank_changes_nothing() -> Result<()> {
     let gradients = gradients()?;
     swapped(|workers| {
-        for worker in workers {
-            let before = worker.weights()?;
-            let error = worker
-                .step(&gradients)
-                .err()
-                .context("the step was taken")?;
-            ensure!(matches!(error, Error::Drifted { .. }), "{error}");
-            unchanged(worker, &before)?;
-        }
-        Ok(())
+        let mut workers = workers.iter_mut();
+        workers.try_for_each(|worker| drifted(worker, |worker| worker.step(&gradients)))
     })
 }
 
@@ -135,17 +138,8 @@ fn gradients_reduced_with_those_of_another_model_are_dropped() -> Result<()> {
         if rank == 1 {
             workers.reverse();
         }
-        for worker in workers {
-            let before = worker.weights()?;
-            let error = worker
-                .optimizer
-                .step()
-                .err()
-                .context("the step was taken")?;
-            ensure!(matches!(error, Error::Drifted { .. }), "{error}");
-            unchanged(worker, &before)?;
-        }
-        Ok(())
+        let mut workers = workers.iter_mut();
+        workers.try_for_each(|worker| drifted(worker, |worker| worker.optimizer.step()))
     })
 }
 

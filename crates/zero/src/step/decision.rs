@@ -4,7 +4,9 @@
 
 use polarshard_partition::Rank;
 
-/// A value no state takes: the rank met an error.
+use crate::channel::exact;
+
+/// A value that no state's hash takes: the rank met an error.
 const FAILED: f64 = -1.0;
 
 /// What one rank says at the boundary.
@@ -64,7 +66,7 @@ impl Census {
         values.extend(self.present.iter().map(flag));
         let slots = values.len();
         values.resize(slots + world, 0.0);
-        values[slots + rank.0] = self.state.map_or(FAILED, slot);
+        values[slots + rank.0] = self.state.map_or(FAILED, exact);
         values
     }
 
@@ -99,11 +101,6 @@ impl Census {
             absent: parameters.iter().map(|count| *count == 0.0).collect(),
         })
     }
-}
-
-/// 52 bits of a hash: exact in an f64, and never [`FAILED`].
-fn slot(state: u64) -> f64 {
-    (state >> 12) as f64
 }
 
 #[cfg(test)]

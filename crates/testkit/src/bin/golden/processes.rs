@@ -7,11 +7,11 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use polarshard_comm::Communicator;
 use polarshard_comm::launch::{Launch, spawn};
-use polarshard_comm::{Communicator, Nccl, Shared, nccl};
-use polarshard_partition::{Digest, Rank, WorldSize};
+use polarshard_partition::{Rank, WorldSize};
 use polarshard_testkit::golden::Golden;
-use polarshard_testkit::harness::DEADLINE;
+use polarshard_testkit::processes::Member;
 use polarshard_testkit::replay::replay_rank;
 
 use crate::{Arguments, Place, Verdict, judge};
@@ -26,7 +26,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Verdict> {
         "`--backend nccl` needs `--device cuda`"
     );
     match Launch::from_env()? {
-        Some(launch) => rank(arguments, &launch),
+        Some(launch) => rank(arguments, launch),
         None => start(arguments),
     }
 }
@@ -56,17 +56,14 @@ fn start(arguments: &Arguments) -> Result<Verdict> {
     Ok(worst)
 }
 
-fn rank(arguments: &Arguments, launch: &Launch) -> Result<Verdict> {
-    let device = nccl::device_of(launch)?;
-    let comm = Shared::new(Nccl::connect(launch, &device, Digest(0), DEADLINE)?);
+fn rank(arguments: &Arguments, launch: Launch) -> Result<Verdict> {
+    let member = Member::new(launch)?;
+    let comm = member.connect()?;
     // The ranks have the same weights: the runs prove it.
-    let verdict = judge(arguments, launch.rank() == Rank(0), |file, iterate| {
+    let verdict = judge(arguments, comm.rank() == Rank(0), |file, iterate| {
         let golden = Golden::read(file)?;
-        ensure!(
-            golden.case.world == launch.world(),
-            "it is of another world"
-        );
-        Ok(replay_rank(&golden, comm.clone(), &device, iterate)?)
+        ensure!(golden.case.world == comm.world(), "it is of another world");
+        Ok(replay_rank(&golden, comm.clone(), &member.device, iterate)?)
     });
     let comm = comm.into_inner().context("an optimizer has not ended")?;
     Box::new(comm).shutdown()?;
