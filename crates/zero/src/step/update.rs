@@ -50,13 +50,9 @@ impl Shard {
         let jobs = self.jobs(channel.rank(), verdict);
         let mut results = self.orthogonalize(&jobs, updates, in_flight, muon)?;
         let in_flight = self.send(ExchangeKind::Results, channel, &results)?;
-        self.apply(&results, verdict, muon, |id| {
-            !self.is_brought(ExchangeKind::Results, id)
-        })?;
+        self.apply(&results, verdict, muon, |id| !self.comes_from_others(id))?;
         self.receive(ExchangeKind::Results, in_flight, &mut results)?;
-        self.apply(&results, verdict, muon, |id| {
-            self.is_brought(ExchangeKind::Results, id)
-        })?;
+        self.apply(&results, verdict, muon, |id| self.comes_from_others(id))?;
         Ok(jobs.len())
     }
 
@@ -214,8 +210,9 @@ impl Shard {
         }
     }
 
-    fn is_brought(&self, kind: ExchangeKind, matrix: MatrixId) -> bool {
-        let exchange = self.exchanges.get(&kind);
+    /// Whether a part of the matrix's result is received.
+    fn comes_from_others(&self, matrix: MatrixId) -> bool {
+        let exchange = self.exchanges.get(&ExchangeKind::Results);
         exchange.is_some_and(|exchange| exchange.brings(matrix))
     }
 
