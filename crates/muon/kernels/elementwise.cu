@@ -3,11 +3,17 @@
 // product and a sum.
 #include "numbers.cuh"
 
+// What a gradient is multiplied with, one after the other.
+struct Factors {
+    float mean, clip;
+    __device__ __forceinline__ float of(float g) const { return __fmul_rn(clip, __fmul_rn(mean, g)); }
+};
+
 // h = (1-beta) g, m <- beta m + h, and u = beta m + h with nesterov, else m.
-extern "C" __global__ void momentum(float* __restrict__ m, const float* __restrict__ g, float* __restrict__ u,
-                                    float beta, float complement, u32 nesterov, u64 n) {
+extern "C" __global__ void momentum(float* __restrict__ m, const float* __restrict__ g, Factors factors,
+                                    float* __restrict__ u, float beta, float complement, u32 nesterov, u64 n) {
     each(n, [&](u64 i) {
-        const float h = __fmul_rn(complement, g[i]);
+        const float h = __fmul_rn(complement, factors.of(g[i]));
         const float next = __fadd_rn(__fmul_rn(beta, m[i]), h);
         m[i] = next;
         u[i] = nesterov ? __fadd_rn(__fmul_rn(beta, next), h) : next;
@@ -21,11 +27,11 @@ __device__ __forceinline__ void apply(float* __restrict__ p, const T* __restrict
 }
 
 extern "C" __global__ void adamw(float* __restrict__ p, float* __restrict__ m, float* __restrict__ v,
-                                 const float* __restrict__ g, float beta1, float complement1, float correction1,
-                                 float beta2, float complement2, float correction2, float keep, float lr, float eps,
-                                 u64 n) {
+                                 const float* __restrict__ g, Factors factors, float beta1, float complement1,
+                                 float correction1, float beta2, float complement2, float correction2, float keep,
+                                 float lr, float eps, u64 n) {
     each(n, [&](u64 i) {
-        const float gradient = g[i];
+        const float gradient = factors.of(g[i]);
         const float first = __fadd_rn(__fmul_rn(beta1, m[i]), __fmul_rn(complement1, gradient));
         const float second =
             __fadd_rn(__fmul_rn(beta2, v[i]), __fmul_rn(complement2, __fmul_rn(gradient, gradient)));

@@ -1,18 +1,9 @@
 // Surveys of many tensors in one launch, in a fixed tree whatever the launch: [sum of squares, non-finite elements,
 // elements other than zero, largest magnitude] of each, in f64. Sums over a tensor do not depend on its neighbours.
-#include "numbers.cuh"
+#include "many.cuh"
 
-// As src/cuda/survey.rs has them.
-constexpr u32 TENSORS = 128;    // of a launch
-constexpr u32 CHUNK = 1 << 15;  // elements of a block
-constexpr u32 THREADS = 256;    // of a block
+constexpr u32 CHUNK = 1 << 15;  // elements of a block, as src/cuda/survey.rs has it
 constexpr u32 WARPS = THREADS / 32;
-
-struct Addresses { u64 of[TENSORS]; };
-struct Lengths { u64 of[TENSORS]; };
-struct Dtypes { u32 of[TENSORS]; };
-// The first block of each tensor, and at `count` the end of all.
-struct Firsts { u32 of[TENSORS + 1]; };
 
 struct Findings {
     double squares, non_finite, non_zero, largest;
@@ -62,17 +53,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     survey_chunks(const __grid_constant__ Addresses addresses, const __grid_constant__ Lengths lengths,
                   const __grid_constant__ Dtypes dtypes, const __grid_constant__ Firsts firsts, u32 count,
                   Findings* chunks) {
-    // The last tensor that begins at or before this block; empty ones have no block.
-    u32 low = 0, high = count;
-    while (high - low > 1) {
-        const u32 middle = (low + high) / 2;
-        if (firsts.of[middle] <= blockIdx.x) low = middle; else high = middle;
-    }
-    const u64 start = static_cast<u64>(blockIdx.x - firsts.of[low]) * CHUNK;
-    const u64 n = min(static_cast<u64>(CHUNK), lengths.of[low] - start);
-    const u64 address = addresses.of[low];
+    const u32 tensor = tensor_of_block(firsts, count);
+    const u64 start = static_cast<u64>(blockIdx.x - firsts.of[tensor]) * CHUNK;
+    const u64 n = min(static_cast<u64>(CHUNK), lengths.of[tensor] - start);
+    const u64 address = addresses.of[tensor];
     Findings found;
-    switch (dtypes.of[low]) {
+    switch (dtypes.of[tensor]) {
         case 0: found = scan(reinterpret_cast<const float*>(address) + start, n); break;
         case 1: found = scan(reinterpret_cast<const __half*>(address) + start, n); break;
         case 2: found = scan(reinterpret_cast<const __nv_bfloat16*>(address) + start, n); break;

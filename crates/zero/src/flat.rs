@@ -19,20 +19,30 @@ pub(crate) fn view(flat: &Tensor, span: Span) -> Result<Tensor> {
 
 /// Writes `values`, cast to the dtype of `flat`, at an offset.
 pub(crate) fn write(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
-    if values.elem_count() == 0 {
-        return Ok(());
-    }
-    let target = view(flat, Span::of_len(at, values.elem_count()))?;
-    Ok(muon::copy(&target, &values.to_dtype(flat.dtype())?)?)
+    write_all(&[Write {
+        flat,
+        at,
+        values: values.clone(),
+    }])
 }
 
-/// Writes `values` of any trained dtype to fp32 elements at an offset.
-pub(crate) fn widen(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
-    if values.elem_count() == 0 {
-        return Ok(());
-    }
-    let target = view(flat, Span::of_len(at, values.elem_count()))?;
-    Ok(muon::widen(&target, values)?)
+/// What is written where.
+pub(crate) struct Write<'a> {
+    pub(crate) flat: &'a Tensor,
+    pub(crate) at: usize,
+    pub(crate) values: Tensor,
+}
+
+/// The same of many at once: a device launches one operation.
+pub(crate) fn write_all(writes: &[Write<'_>]) -> Result<()> {
+    let place = |write: &Write<'_>| {
+        let span = Span::of_len(write.at, write.values.elem_count());
+        view(write.flat, span)
+    };
+    let targets = writes.iter().map(place).collect::<Result<Vec<_>>>()?;
+    let values = writes.iter().map(|write| &write.values);
+    let copies: Vec<_> = targets.iter().zip(values).collect();
+    Ok(muon::copy_all(&copies)?)
 }
 
 /// Adds `values`, multiplied with a factor, to fp32 sums at an offset.

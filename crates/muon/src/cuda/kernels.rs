@@ -9,6 +9,7 @@ use cudarc::driver::{CudaFunction, CudaStream, LaunchArgs};
 /// A file of kernels.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Kernels {
+    Copies,
     Elementwise,
     Matrices,
     Survey,
@@ -24,6 +25,7 @@ impl Kernels {
     /// A kernel by name. The first use on a device translates the whole file for it.
     pub(super) fn load(self, device: &CudaDevice, kernel: &str) -> Result<Kernel> {
         let (module, ptx) = match self {
+            Self::Copies => ("polarshard-copies", ptx!("copies")),
             Self::Elementwise => ("polarshard-elementwise", ptx!("elementwise")),
             Self::Matrices => ("polarshard-matrices", ptx!("matrices")),
             Self::Survey => ("polarshard-survey", ptx!("survey")),

@@ -8,15 +8,18 @@
 //! - what is written is new, or lent by candle for writing, and shares no storage with what is read
 //!   (`check_operands`, and candle's own check).
 
+mod copies;
 mod element;
 mod hopper;
 mod kernels;
 mod launch;
+mod many;
 mod matrices;
 mod products;
 mod steps;
 mod survey;
 
+pub(crate) use copies::copy_all;
 pub(crate) use hopper::{gpu, orthogonalize_on_hopper};
 pub(crate) use matrices::{add_to_diagonal, normalize, widen_transposed};
 pub(crate) use products::{fma, outer, product};

@@ -9,7 +9,7 @@ use cudarc::driver::PushKernelArg;
 use super::element::{Element, by_dtype};
 use super::kernels::Kernels;
 use super::launch::{launch, over, tensor, uninitialized, view, view_mut};
-use crate::elementwise::AdamWFactors;
+use crate::elementwise::{AdamWFactors, GradientFactors};
 
 /// A storage and the part of it that is meant.
 type Part<'a> = (&'a CudaStorage, &'a Layout);
@@ -42,6 +42,7 @@ fn accumulate_from<T: Element>(
 pub(crate) fn momentum(
     (momentum, layout): PartMut<'_>,
     gradient: Part<'_>,
+    factors: GradientFactors,
     beta: f32,
     complement: f32,
     nesterov: bool,
@@ -58,12 +59,13 @@ pub(crate) fn momentum(
     arguments
         .arg(&mut momentum)
         .arg(&gradient)
+        .arg(&factors)
         .arg(&mut update)
         .arg(&beta)
         .arg(&complement)
         .arg(&nesterov)
         .arg(&len);
-    // SAFETY: `momentum(m, g, u, beta, complement, nesterov, n)`; all slices have n elements
+    // SAFETY: `momentum(m, g, factors, u, beta, complement, nesterov, n)`; all slices have n elements
     // (`check_operands`).
     unsafe { launch(&mut arguments, over(elements, 1)?) }?;
     Ok(tensor(update, device, shape))
@@ -103,6 +105,7 @@ pub(crate) fn adamw(
     m: &Tensor,
     v: &Tensor,
     gradient: Part<'_>,
+    of_gradient: GradientFactors,
     factors: &AdamWFactors,
 ) -> Result<()> {
     // candle lends one tensor of an operation for writing; the moments are lent one inside the other.
@@ -121,6 +124,7 @@ pub(crate) fn adamw(
                 .arg(&mut m)
                 .arg(&mut v)
                 .arg(&gradient)
+                .arg(&of_gradient)
                 .arg(&factors.beta1)
                 .arg(&factors.complement1)
                 .arg(&factors.correction1)
@@ -131,7 +135,7 @@ pub(crate) fn adamw(
                 .arg(&factors.lr)
                 .arg(&factors.eps)
                 .arg(&len);
-            // SAFETY: `adamw(p, m, v, g, nine floats in this order, n)`; all slices have n elements
+            // SAFETY: `adamw(p, m, v, g, factors, nine floats in this order, n)`; all slices have n elements
             // (`check_operands`).
             unsafe { launch(&mut arguments, over(elements, 1)?) }
         })

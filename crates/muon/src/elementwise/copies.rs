@@ -1,15 +1,88 @@
-//! The operations that change no value, on a CPU and on a CUDA device.
+//! Copies of many tensors in one operation, each cast to the dtype of its target.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, InplaceOp2, Layout, Result as CandleResult};
+use candle_core::{CpuStorage, InplaceOp2, Layout, Result as CandleResult, Tensor};
 #[cfg(feature = "cuda")]
-use candle_core::{CudaStorage, DType, scalar::Scalar};
+use candle_core::{CudaStorage, Device};
 
-use super::ops::with_floats;
+use super::operands::{FLOATS, check_dtypes, check_places, storage};
+use crate::Error;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 
-pub(super) struct CopyOp;
+/// Writes values over those of their targets, `(target, values)`, each cast to the dtype of its target: bit by bit
+/// where it is their own, else to the nearest, ties to even. A device does all of it in one launch.
+///
+/// Tensors are contiguous and of dtype f32, f16 or bf16.
+///
+/// # Errors
+/// For a target or values of another dtype or not contiguous, values of another length or on another device than their
+/// target, all or some of a buffer that is both read and written, and targets that overlap; nothing is written then.
+pub fn copy_all(copies: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
+    check_copies(copies)?;
+    for on_one_device in copies.chunk_by(|(a, _), (b, _)| a.device().same_device(b.device())) {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(device) = on_one_device[0].0.device() {
+            cuda::copy_all(device, on_one_device)?;
+            continue;
+        }
+        for (target, values) in on_one_device {
+            target.inplace_op2(values, &CopyOp)?;
+        }
+    }
+    Ok(())
+}
+
+/// The same for one pair.
+///
+/// # Errors
+/// As [`copy_all`].
+pub fn copy(target: &Tensor, values: &Tensor) -> Result<(), Error> {
+    copy_all(&[(target, values)])
+}
+
+fn check_copies(copies: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
+    for &(target, values) in copies {
+        let operands = [("the target", target), ("the values", values)];
+        check_dtypes(&operands, &FLOATS, "f32, f16 or bf16")?;
+        check_places(&operands)?;
+        if !target.device().same_device(values.device()) {
+            let (lhs, rhs) = (target.device().location(), values.device().location());
+            return Err(candle_core::Error::DeviceMismatchBinaryOp {
+                lhs,
+                rhs,
+                op: "copy",
+            }
+            .into());
+        }
+    }
+    let mut written: Vec<_> = copies.iter().map(|(target, _)| place(target)).collect();
+    written.sort_unstable();
+    let is_written = |x: &Tensor| {
+        let read = storage(x);
+        let after = written.partition_point(|(buffer, ..)| *buffer < read);
+        written
+            .get(after)
+            .is_some_and(|(buffer, ..)| *buffer == read)
+    };
+    let overlap = |pair: &[(usize, usize, usize)]| pair[0].0 == pair[1].0 && pair[0].2 > pair[1].1;
+    let (first, second) = if copies.iter().any(|(_, values)| is_written(values)) {
+        ("the target", "the values")
+    } else if written.windows(2).any(overlap) {
+        ("the target", "another target")
+    } else {
+        return Ok(());
+    };
+    Err(Error::SharedStorage { first, second })
+}
+
+/// The buffer of a contiguous tensor, and where it begins and ends there.
+fn place(x: &Tensor) -> (usize, usize, usize) {
+    let start = x.layout().start_offset();
+    (storage(x), start, start + x.elem_count())
+}
+
+struct CopyOp;
 
 impl InplaceOp2 for CopyOp {
     fn name(&self) -> &'static str {
@@ -23,56 +96,22 @@ impl InplaceOp2 for CopyOp {
         values: &CpuStorage,
         values_layout: &Layout,
     ) -> CandleResult<()> {
-        values.copy_strided_src(target, layout.start_offset(), values_layout)
+        if values.dtype() == target.dtype() {
+            return values.copy_strided_src(target, layout.start_offset(), values_layout);
+        }
+        let cast = values.to_dtype(values_layout, target.dtype())?;
+        let all = Layout::contiguous(values_layout.shape());
+        cast.copy_strided_src(target, layout.start_offset(), &all)
     }
 
-    /// As the device's memory copies: candle's `slice_set` has a thread for each element, however small.
     #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        target: &mut CudaStorage,
-        layout: &Layout,
-        values: &CudaStorage,
-        values_layout: &Layout,
+        _: &mut CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
     ) -> CandleResult<()> {
-        values.copy_strided_src(target, layout.start_offset(), values_layout)
-    }
-}
-
-pub(super) struct WidenOp;
-
-impl InplaceOp2 for WidenOp {
-    fn name(&self) -> &'static str {
-        "widen"
-    }
-
-    fn cpu_fwd(
-        &self,
-        target: &mut CpuStorage,
-        layout: &Layout,
-        values: &CpuStorage,
-        values_layout: &Layout,
-    ) -> CandleResult<()> {
-        with_floats((target, layout), (values, values_layout), |t, x| *t = x)
-    }
-
-    /// Half precision is summed onto -0, which is exact, signs of zeros included: candle's cast would
-    /// need a copy as well, and stores eight elements a thread one by one.
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        target: &mut CudaStorage,
-        layout: &Layout,
-        values: &CudaStorage,
-        values_layout: &Layout,
-    ) -> CandleResult<()> {
-        if values.dtype() == DType::F32 {
-            return CopyOp.cuda_fwd(target, layout, values, values_layout);
-        }
-        // Nothing cannot be launched over.
-        if layout.shape().elem_count() > 0 {
-            target.const_set(Scalar::F32(-0.0), layout)?;
-        }
-        cuda::accumulate((target, layout), (values, values_layout), 1.0)
+        unreachable!("copies on a device are launched together")
     }
 }

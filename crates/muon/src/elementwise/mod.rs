@@ -13,37 +13,38 @@ use candle_core::{DType, Tensor};
 
 use crate::{AdamWConfig, Error};
 
-use copies::{CopyOp, WidenOp};
 use operands::{FLOATS, check_dtypes, check_operands, check_places};
 use ops::{AccumulateOp, AdamWOp, ApplyOp, MomentumOp};
 
+pub use copies::{copy, copy_all};
 pub(crate) use operands::shares_storage;
-pub(crate) use ops::AdamWFactors;
+pub(crate) use ops::{AdamWFactors, GradientFactors};
 
-/// Writes values over those of a target of their dtype, bit by bit.
+/// A gradient in f32, times two factors.
 ///
-/// # Errors
-/// For a target that is not contiguous, and for values of another dtype, length or device, that are
-/// not contiguous or in the same buffer; the target is untouched then.
-pub fn copy(target: &Tensor, values: &Tensor) -> Result<(), Error> {
-    let dtype = target.dtype();
-    let (target, values) = (("the target", target), ("the values", values));
-    check_dtypes(&[values], &[dtype], dtype.as_str())?;
-    check_places(&[target, values])?;
-    Ok(target.1.inplace_op2(values.1, &CopyOp)?)
+/// As computed, with each factor rounded to f32 once: `clip·(mean·g)`. A factor of 1 leaves g exact.
+#[derive(Debug, Clone, Copy)]
+pub struct Gradient<'a> {
+    /// The elements.
+    pub values: &'a Tensor,
+    /// Turns a sum into a mean.
+    pub mean: f64,
+    /// Bounds the mean's norm.
+    pub clip: f64,
 }
 
-/// Writes values of dtype f32, f16 or bf16 over those of a target in f32, each exactly.
-///
-/// # Errors
-/// For a target that is not contiguous f32, and for values of another dtype, length or device, that
-/// are not contiguous or in the same buffer; the target is untouched then.
-pub fn widen(target: &Tensor, values: &Tensor) -> Result<(), Error> {
-    let (target, values) = (("the target", target), ("the values", values));
-    check_dtypes(&[target], &[DType::F32], "f32")?;
-    check_dtypes(&[values], &FLOATS, "f32, f16 or bf16")?;
-    check_places(&[target, values])?;
-    Ok(target.1.inplace_op2(values.1, &WidenOp)?)
+impl<'a> From<&'a Tensor> for Gradient<'a> {
+    /// The gradient as it is.
+    fn from(values: &'a Tensor) -> Self {
+        let (mean, clip) = (1.0, 1.0);
+        Self { values, mean, clip }
+    }
+}
+
+impl Gradient<'_> {
+    fn factors(&self) -> GradientFactors {
+        [self.mean as f32, self.clip as f32]
+    }
 }
 
 /// Adds values of dtype f32, f16 or bf16 to a sum in f32.
@@ -71,15 +72,21 @@ pub fn accumulate(sum: &Tensor, values: &Tensor, factor: f64) -> Result<(), Erro
 /// # Errors
 /// For operands that are not contiguous f32 of equal length in buffers of their own; the momentum
 /// is untouched then.
-pub fn momentum_update(
+pub fn momentum_update<'a>(
     momentum: &Tensor,
-    gradient: &Tensor,
+    gradient: impl Into<Gradient<'a>>,
     beta: f64,
     nesterov: bool,
 ) -> Result<Tensor, Error> {
-    check_operands(&[("the momentum", momentum), ("the gradient", gradient)])?;
-    let op = MomentumOp::new(beta as f32, (1.0 - beta) as f32, nesterov);
-    momentum.inplace_op2(gradient, &op)?;
+    let gradient = gradient.into();
+    let operands = [
+        ("the momentum", momentum),
+        ("the gradient", gradient.values),
+    ];
+    check_operands(&operands)?;
+    let (beta, complement) = (beta as f32, (1.0 - beta) as f32);
+    let op = MomentumOp::new(gradient.factors(), beta, complement, nesterov);
+    momentum.inplace_op2(gradient.values, &op)?;
     Ok(op.into_update())
 }
 
@@ -119,19 +126,20 @@ pub fn apply_update(
 /// # Errors
 /// For operands that are not contiguous f32 of equal length in buffers of their own, or a `step`
 /// of 0; nothing is changed then.
-pub fn adamw_update(
+pub fn adamw_update<'a>(
     weights: &Tensor,
     m: &Tensor,
     v: &Tensor,
-    gradient: &Tensor,
+    gradient: impl Into<Gradient<'a>>,
     step: u64,
     config: &AdamWConfig,
 ) -> Result<(), Error> {
+    let gradient = gradient.into();
     check_operands(&[
         ("the weights", weights),
         ("the first moment", m),
         ("the second moment", v),
-        ("the gradient", gradient),
+        ("the gradient", gradient.values),
     ])?;
     if step == 0 {
         return Err(Error::Config {
@@ -158,5 +166,12 @@ pub fn adamw_update(
         lr: lr as f32,
         eps: eps as f32,
     };
-    Ok(weights.inplace_op2(gradient, &AdamWOp { m, v, factors })?)
+    let of_gradient = gradient.factors();
+    let op = AdamWOp {
+        m,
+        v,
+        of_gradient,
+        factors,
+    };
+    Ok(weights.inplace_op2(gradient.values, &op)?)
 }

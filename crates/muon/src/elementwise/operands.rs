@@ -4,11 +4,15 @@ use candle_core::{DType, Storage, Tensor};
 
 use crate::Error;
 
+/// The buffer that a tensor is a view of, as a number.
+pub(super) fn storage(x: &Tensor) -> usize {
+    std::ptr::from_ref::<Storage>(&x.storage_and_layout().0).addr()
+}
+
 /// Whether two tensors are views of one buffer.
 pub(crate) fn shares_storage(a: &Tensor, b: &Tensor) -> bool {
     // One guard at a time: two of the same lock could wait for each other.
-    let address = |x: &Tensor| std::ptr::from_ref::<Storage>(&x.storage_and_layout().0).addr();
-    address(a) == address(b)
+    storage(a) == storage(b)
 }
 
 pub(super) type Operand<'a> = (&'static str, &'a Tensor);

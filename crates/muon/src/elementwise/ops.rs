@@ -44,7 +44,11 @@ impl InplaceOp2 for AccumulateOp {
     }
 }
 
+/// What a gradient is multiplied with, one after the other.
+pub(crate) type GradientFactors = [f32; 2];
+
 pub(super) struct MomentumOp {
+    factors: GradientFactors,
     beta: f32,
     complement: f32,
     nesterov: bool,
@@ -52,8 +56,14 @@ pub(super) struct MomentumOp {
 }
 
 impl MomentumOp {
-    pub(super) fn new(beta: f32, complement: f32, nesterov: bool) -> Self {
+    pub(super) fn new(
+        factors: GradientFactors,
+        beta: f32,
+        complement: f32,
+        nesterov: bool,
+    ) -> Self {
         Self {
+            factors,
             beta,
             complement,
             nesterov,
@@ -86,7 +96,7 @@ impl InplaceOp2 for MomentumOp {
         let update: Vec<f32> = momentum
             .zip(gradient)
             .map(|(m, g)| {
-                let h = self.complement * g;
+                let h = self.complement * scaled(*g, self.factors);
                 *m = self.beta * *m + h;
                 if self.nesterov {
                     self.beta * *m + h
@@ -109,8 +119,8 @@ impl InplaceOp2 for MomentumOp {
         gradient_layout: &Layout,
     ) -> CandleResult<()> {
         let (momentum, gradient) = ((momentum, layout), (gradient, gradient_layout));
-        let (beta, complement) = (self.beta, self.complement);
-        let update = cuda::momentum(momentum, gradient, beta, complement, self.nesterov)?;
+        let (factors, beta, complement) = (self.factors, self.beta, self.complement);
+        let update = cuda::momentum(momentum, gradient, factors, beta, complement, self.nesterov)?;
         self.update.set(update).expect("an operation runs once");
         Ok(())
     }
@@ -155,6 +165,10 @@ impl InplaceOp2 for ApplyOp {
     }
 }
 
+fn scaled(gradient: f32, [mean, clip]: GradientFactors) -> f32 {
+    clip * (mean * gradient)
+}
+
 /// The scalars of an AdamW step, each rounded to f32 once.
 pub(crate) struct AdamWFactors {
     pub(crate) beta1: f32,
@@ -172,6 +186,7 @@ pub(crate) struct AdamWFactors {
 pub(super) struct AdamWOp<'a> {
     pub(super) m: &'a Tensor,
     pub(super) v: &'a Tensor,
+    pub(super) of_gradient: GradientFactors,
     pub(super) factors: AdamWFactors,
 }
 
@@ -188,10 +203,11 @@ impl InplaceOp2 for AdamWOp<'_> {
         gradient_layout: &Layout,
     ) -> CandleResult<()> {
         let weights = slice_mut(weights, layout)?;
-        let gradient = slice(gradient, gradient_layout)?;
+        let gradient = slice(gradient, gradient_layout)?.iter();
+        let gradient = gradient.map(|g| scaled(*g, self.of_gradient));
         self.m.inplace_op1(&Lend::new(|m: &mut [f32]| {
             self.v.inplace_op1(&Lend::new(|v: &mut [f32]| {
-                self.factors.run(weights, m, v, gradient);
+                self.factors.run(weights, m, v, gradient.clone());
                 Ok(())
             }))
         }))
@@ -206,12 +222,25 @@ impl InplaceOp2 for AdamWOp<'_> {
         gradient_layout: &Layout,
     ) -> CandleResult<()> {
         let (weights, gradient) = ((weights, layout), (gradient, gradient_layout));
-        cuda::adamw(weights, self.m, self.v, gradient, &self.factors)
+        cuda::adamw(
+            weights,
+            self.m,
+            self.v,
+            gradient,
+            self.of_gradient,
+            &self.factors,
+        )
     }
 }
 
 impl AdamWFactors {
-    fn run(&self, weights: &mut [f32], m: &mut [f32], v: &mut [f32], gradient: &[f32]) {
+    fn run(
+        &self,
+        weights: &mut [f32],
+        m: &mut [f32],
+        v: &mut [f32],
+        gradient: impl Iterator<Item = f32>,
+    ) {
         for (((p, m), v), g) in weights.iter_mut().zip(m).zip(v).zip(gradient) {
             *m = self.beta1 * *m + self.complement1 * g;
             *v = self.beta2 * *v + self.complement2 * (g * g);

@@ -1,6 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use polarshard_muon::{
-    AdamWConfig, Error, accumulate, adamw_update, apply_update, copy, momentum_update, widen,
+    AdamWConfig, Error, Gradient, accumulate, adamw_update, apply_update, copy, copy_all,
+    momentum_update,
 };
 
 use crate::tensors::{bits, gaussian};
@@ -40,58 +41,110 @@ const SPECIAL: [f32; 8] = [
     f32::NEG_INFINITY,
 ];
 
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
 #[test]
-fn values_are_copied_into_the_middle_of_a_buffer_bit_by_bit() {
-    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64, DType::U32] {
-        let all = gaussian(&[30], 1).to_dtype(dtype).unwrap();
+fn values_are_cast_into_the_middle_of_a_buffer() {
+    for (to, from) in FLOATS.iter().flat_map(|to| FLOATS.map(|from| (*to, from))) {
+        let all = gaussian(&[30], 1).to_dtype(to).unwrap();
         let special = Tensor::new(&SPECIAL, &Device::Cpu).unwrap();
-        let special = special.to_dtype(dtype).unwrap();
         // A view that begins and ends within its own buffer, too.
-        let values = Tensor::cat(&[&all, &special, &all], 0).unwrap();
-        let values = values.narrow(0, 28, 12).unwrap();
+        let values = Tensor::cat(&[&gaussian(&[5], 2), &special, &gaussian(&[5], 3)], 0).unwrap();
+        let values = values.to_dtype(from).unwrap().narrow(0, 3, 12).unwrap();
         let buffer = all.copy().unwrap();
         copy(&buffer.narrow(0, 7, 12).unwrap(), &values).unwrap();
         for (start, len, expected) in [
             (0, 7, all.narrow(0, 0, 7).unwrap()),
-            (7, 12, values),
+            (7, 12, values.to_dtype(to).unwrap()),
             (19, 11, all.narrow(0, 19, 11).unwrap()),
         ] {
             let found = buffer.narrow(0, start, len).unwrap();
-            assert_eq!(exact(&found), exact(&expected), "{dtype:?} from {start}");
+            assert_eq!(
+                exact(&found),
+                exact(&expected),
+                "{from:?} to {to:?} from {start}"
+            );
         }
     }
 }
 
 #[test]
-fn half_precision_is_widened_into_the_middle_of_a_buffer_exactly() {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        let values = Tensor::new(&SPECIAL, &Device::Cpu).unwrap();
-        let values = values.to_dtype(dtype).unwrap().narrow(0, 1, 6).unwrap();
-        let buffer = Tensor::full(f32::NAN, 9, &Device::Cpu).unwrap();
-        widen(&buffer.narrow(0, 2, 6).unwrap(), &values).unwrap();
-        let mut expected = bits(&Tensor::full(f32::NAN, 9, &Device::Cpu).unwrap());
-        expected[2..8].copy_from_slice(&bits(&values.to_dtype(DType::F32).unwrap()));
-        assert_eq!(bits(&buffer), expected, "{dtype:?}");
+fn a_cast_is_to_the_nearest_and_ties_are_to_even() {
+    let cases = [
+        // Half a unit in the last place of 1, a little more, and one and a half.
+        (
+            DType::F16,
+            2f32.powi(-11),
+            [1.0, 1.0 + 2f32.powi(-10), 1.0 + 2f32.powi(-9)],
+        ),
+        (
+            DType::BF16,
+            2f32.powi(-8),
+            [1.0, 1.0 + 2f32.powi(-7), 1.0 + 2f32.powi(-6)],
+        ),
+    ];
+    for (dtype, half, expected) in cases {
+        let values = [1.0 + half, 1.0 + half * 1.01, 1.0 + half * 3.0];
+        let target = Tensor::zeros(3, dtype, &Device::Cpu).unwrap();
+        copy(&target, &Tensor::new(&values, &Device::Cpu).unwrap()).unwrap();
+        let found = target
+            .to_dtype(DType::F32)
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap();
+        assert_eq!(found, expected, "{dtype:?}");
     }
+}
+
+#[test]
+fn many_are_copied_at_once_or_none() {
+    let (buffer, values) = (zeros(10), gaussian(&[6], 1));
+    let half = values.to_dtype(DType::BF16).unwrap();
+    let at = |start, len| buffer.narrow(0, start, len).unwrap();
+    let nothing = zeros(0);
+    copy_all(&[
+        (&at(7, 3), &half.narrow(0, 0, 3).unwrap()),
+        (&nothing, &zeros(0)),
+        (&at(1, 6), &values),
+    ])
+    .unwrap();
+    let mut expected = vec![0.0];
+    expected.extend(values.to_vec1::<f32>().unwrap());
+    let half = half.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+    expected.extend(&half[..3]);
+    assert_eq!(buffer.to_vec1::<f32>().unwrap(), expected);
+
+    let other = gaussian(&[3], 2);
+    let overlapping = [(&at(0, 3), &other), (&at(2, 6), &values)];
+    let error = copy_all(&overlapping).unwrap_err().to_string();
+    assert_eq!(error, "the target and another target share storage");
+    let source = at(8, 2);
+    let read_and_written = [(&at(0, 3), &other), (&zeros(2), &source)];
+    let error = copy_all(&read_and_written).unwrap_err().to_string();
+    assert_eq!(error, "the target and the values share storage");
+    let one_is_short = [(&at(0, 6), &values), (&at(6, 2), &other)];
+    let error = copy_all(&one_is_short).unwrap_err().to_string();
+    assert_eq!(error, "the values has 3 elements; expected 2");
+    assert_eq!(buffer.to_vec1::<f32>().unwrap(), expected);
+    copy_all(&[]).unwrap();
 }
 
 #[test]
 fn copies_are_refused_before_anything_is_written() {
     let (target, values) = (gaussian(&[6], 1), gaussian(&[6], 2));
     let before = bits(&target);
-    let half = values.to_dtype(DType::BF16).unwrap();
     let double = values.to_dtype(DType::F64).unwrap();
     let strided = Tensor::stack(&[&values, &values], 1).unwrap();
     let strided = strided.narrow(1, 0, 1).unwrap();
     let shared = target.narrow(0, 0, 6).unwrap();
     for (result, message) in [
         (
-            copy(&target, &half),
-            "the values has dtype BF16; expected f32",
+            copy(&target, &double),
+            "the values has dtype F64; expected f32, f16 or bf16",
         ),
         (
-            copy(&half, &target),
-            "the values has dtype F32; expected bf16",
+            copy(&double, &target),
+            "the target has dtype F64; expected f32, f16 or bf16",
         ),
         (
             copy(&target, &gaussian(&[5], 3)),
@@ -100,23 +153,6 @@ fn copies_are_refused_before_anything_is_written() {
         (copy(&target, &strided), "the values is not contiguous"),
         (
             copy(&target, &shared),
-            "the target and the values share storage",
-        ),
-        (
-            widen(&half, &half),
-            "the target has dtype BF16; expected f32",
-        ),
-        (
-            widen(&target, &double),
-            "the values has dtype F64; expected f32, f16 or bf16",
-        ),
-        (
-            widen(&target, &gaussian(&[5], 3)),
-            "the values has 5 elements; expected 6",
-        ),
-        (widen(&target, &strided), "the values is not contiguous"),
-        (
-            widen(&target, &shared),
             "the target and the values share storage",
         ),
     ] {
@@ -184,6 +220,43 @@ fn momentum_follows_its_formula_over_many_steps() {
             assert_close(&momentum, &expected, 1e-6);
             assert_close(&update, &expected_update, 1e-6);
         }
+    }
+}
+
+#[test]
+fn a_gradient_is_multiplied_with_its_factors_one_after_the_other() {
+    let (mean, clip) = (1.0 / 3.0, 0.7);
+    let sum = gaussian(&[50], 1);
+    let factor = |x: &Tensor, f: f64| {
+        let product = x.to_vec1::<f32>().unwrap().into_iter();
+        let product: Vec<_> = product.map(|x| f as f32 * x).collect();
+        Tensor::new(product, &Device::Cpu).unwrap()
+    };
+    let scaled = factor(&factor(&sum, mean), clip);
+    let gradient = Gradient {
+        values: &sum,
+        mean,
+        clip,
+    };
+    let (found, expected) = (gaussian(&[50], 2), gaussian(&[50], 2));
+    let found_update = momentum_update(&found, gradient, 0.9, true).unwrap();
+    let expected_update = momentum_update(&expected, &scaled, 0.9, true).unwrap();
+    assert_eq!(bits(&found), bits(&expected));
+    assert_eq!(bits(&found_update), bits(&expected_update));
+
+    let config = AdamWConfig::default();
+    let state = || {
+        [
+            gaussian(&[50], 3),
+            gaussian(&[50], 4),
+            gaussian(&[50], 5).sqr().unwrap(),
+        ]
+    };
+    let ([p, m, v], [q, n, w]) = (state(), state());
+    adamw_update(&p, &m, &v, gradient, 3, &config).unwrap();
+    adamw_update(&q, &n, &w, &scaled, 3, &config).unwrap();
+    for (found, expected) in [(p, q), (m, n), (v, w)] {
+        assert_eq!(bits(&found), bits(&expected));
     }
 }
 

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use polarshard_partition::{BlockId, Kept, ParamId, Place, Plan, Rank, Span};
 
 use crate::error::Result;
-use crate::flat;
+use crate::flat::{self, Write};
 use crate::step::{OwnedSlice, Section};
 
 #[derive(Debug)]
@@ -52,18 +52,21 @@ impl Reduced {
 
     /// Adds what this rank keeps of a reduced bucket.
     pub(crate) fn fold(&mut self, bucket: usize, buffer: &Tensor) -> Result<()> {
-        let begun = std::mem::replace(&mut self.begun[bucket], true);
-        for Kept { from, into } in &self.kept[bucket] {
-            let (target, at) = match into {
+        let kept = self.kept[bucket].iter().map(|Kept { from, into }| {
+            let (flat, at) = match into {
                 Place::Shard { block, at } => (&self.shards[block], *at),
                 Place::Whole { param, at } => (&self.wholes[param], *at),
             };
             let values = flat::view(buffer, *from)?;
-            if begun {
-                flat::add(target, at, &values, 1.0)?;
-            } else {
-                flat::widen(target, at, &values)?;
+            Ok(Write { flat, at, values })
+        });
+        let kept = kept.collect::<Result<Vec<_>>>()?;
+        if std::mem::replace(&mut self.begun[bucket], true) {
+            for Write { flat, at, values } in &kept {
+                flat::add(flat, *at, values, 1.0)?;
             }
+        } else {
+            flat::write_all(&kept)?;
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use polarshard_partition::{Class, ExchangeKind, MatrixId, Plan, Rank, RankExchan
 use super::fragments::Fragments;
 use crate::channel::Channel;
 use crate::error::Result;
-use crate::flat;
+use crate::flat::{self, Write};
 
 /// One rank's part in an exchange, the same in every step.
 #[derive(Debug)]
@@ -43,9 +43,13 @@ impl Exchange {
             receives,
         } = &self.plan;
         let buffer = flat::zeros(*len, fragments.dtype(), fragments.device())?;
-        for piece in sends.iter().flat_map(|parcel| &parcel.pieces) {
-            flat::write(&buffer, piece.at, &fragments.read(piece.param, piece.span)?)?;
-        }
+        let pieces = sends.iter().flat_map(|parcel| &parcel.pieces);
+        let packed = pieces.map(|piece| {
+            let (flat, at) = (&buffer, piece.at);
+            let values = fragments.read(piece.param, piece.span)?;
+            Ok(Write { flat, at, values })
+        });
+        flat::write_all(&packed.collect::<Result<Vec<_>>>()?)?;
         let sends = sends.iter().map(|parcel| Op::Send {
             span: parcel.span,
             to: parcel.peer,

@@ -2,7 +2,9 @@
 
 use candle_core::{DType, Tensor};
 use polarshard_comm::Pending;
-use polarshard_muon::{AdamWConfig, MuonConfig, adamw_update, apply_update, momentum_update};
+use polarshard_muon::{
+    AdamWConfig, Gradient, MuonConfig, adamw_update, apply_update, momentum_update,
+};
 use polarshard_partition::{ExchangeKind, Matrix, MatrixId, ParamId, Rank};
 
 use super::decision::Verdict;
@@ -25,6 +27,11 @@ pub(crate) struct Factors {
 }
 
 impl Factors {
+    fn of(self, values: &Tensor) -> Gradient<'_> {
+        let Self { mean, clip } = self;
+        Gradient { values, mean, clip }
+    }
+
     /// Whether both can be multiplied with in f32.
     pub(crate) fn are_usable(&self) -> bool {
         is_usable(self.mean) && is_usable(self.clip)
@@ -76,9 +83,10 @@ impl Shard {
             (!skipped(verdict, slice)).then(|| (factors(slice.param), sum))
         };
         for ((factors, _), section) in stretches.iter().flat_map(|all| all.sections(treatment)) {
-            let gradient = mean(&reduced.section(&section)?, factors)?;
+            let sum = reduced.section(&section)?;
             let momentum = flat::view(momentum, section.in_state)?;
-            let update = momentum_update(&momentum, &gradient, muon.momentum, muon.nesterov)?;
+            let gradient = factors.of(&sum);
+            let update = momentum_update(&momentum, gradient, muon.momentum, muon.nesterov)?;
             for (slice, part) in section.slices.iter().zip(section.parts(&update)?) {
                 updates.put(slice.param, slice.span.start, part);
             }
@@ -89,17 +97,14 @@ impl Shard {
                 if verdict.zero[id.index()] || verdict.absent[param.index()] {
                     continue;
                 }
-                let gradient = match reduced.whole(*param) {
+                let sum = match reduced.whole(*param) {
                     Some(whole) => flat::view(whole, span)?,
                     None => wholes.read(*param, span)?,
                 };
-                let gradient = mean(&gradient, factors(*param))?;
+                let gradient = factors(*param).of(&sum);
                 let momentum = flat::view(momentum, span)?;
-                updates.put(
-                    *param,
-                    span.start,
-                    momentum_update(&momentum, &gradient, muon.momentum, muon.nesterov)?,
-                );
+                let update = momentum_update(&momentum, gradient, muon.momentum, muon.nesterov)?;
+                updates.put(*param, span.start, update);
             }
         }
         Ok(updates)
@@ -238,13 +243,14 @@ impl Shard {
         for ((factors, step, _), section) in
             stretches.iter().flat_map(|all| all.sections(treatment))
         {
-            let gradient = mean(&reduced.section(&section)?, factors)?;
+            let sum = reduced.section(&section)?;
             let weights = flat::view(&self.masters[section.block.index()], section.in_shard)?;
             let (first, second) = (
                 flat::view(first, section.in_state)?,
                 flat::view(second, section.in_state)?,
             );
-            adamw_update(&weights, &first, &second, &gradient, step, config)?;
+            let gradient = factors.of(&sum);
+            adamw_update(&weights, &first, &second, gradient, step, config)?;
         }
         Ok(())
     }
@@ -256,11 +262,4 @@ fn skipped(verdict: &Verdict, slice: &OwnedSlice) -> bool {
         || slice
             .matrix
             .is_some_and(|matrix| verdict.zero[matrix.index()])
-}
-
-fn mean(gradient: &Tensor, factors: Factors) -> Result<Tensor> {
-    Ok(flat::scaled(
-        &flat::scaled(gradient, factors.mean)?,
-        factors.clip,
-    )?)
 }
