@@ -46,9 +46,6 @@ impl Plan {
     pub(crate) fn staging_buffers(&self) -> Bytes {
         let layout = self.layout();
         let world = layout.world().get();
-        if world == 1 {
-            return Bytes(0);
-        }
         let windows = layout.block_ids().flat_map(|id| {
             let space = layout.block(id).space;
             let lens = self.windows(id).into_iter().map(Span::len);

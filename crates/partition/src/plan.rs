@@ -91,9 +91,14 @@ impl Plan {
     }
 
     /// The windows in which a block's weights are gathered: runs of shard offsets that tile the
-    /// shard, of which W together have at most `bucket_size` elements (or W, if that is more).
+    /// shard, of which W together have at most `bucket_size` elements (or W, if that is more). One
+    /// rank alone has nothing to gather, and no window.
     pub fn windows(&self, block: BlockId) -> Vec<Span> {
-        let len = (self.layout.bucket_size().get() / self.layout.world().get()).max(1);
+        let world = self.layout.world().get();
+        if world == 1 {
+            return Vec::new();
+        }
+        let len = (self.layout.bucket_size().get() / world).max(1);
         let shard = self.layout.block(block).shard_len;
         (0..shard)
             .step_by(len)

@@ -262,7 +262,7 @@ fn staging_buffers(plan: &Plan) -> Bytes {
     let world = layout.world().get();
     let mut pool = Pool::default();
     let mut gathering = None;
-    for id in layout.block_ids().filter(|_| world > 1) {
+    for id in layout.block_ids() {
         let space = layout.block(id).space;
         for window in plan.windows(id) {
             pool.take(space, world * window.len());

@@ -5,9 +5,8 @@ use polarshard_comm::{Pending, Request};
 use polarshard_partition::{Block, Class, Plan, Span};
 
 use crate::channel::Channel;
-use crate::dtypes;
 use crate::error::Result;
-use crate::flat;
+use crate::flat::{self, Write};
 use crate::gradients::{Buffer, Buffers};
 use crate::weights::Weight;
 
@@ -21,7 +20,7 @@ pub(crate) struct Publisher {
 struct Gathering<'a> {
     block: &'a Block,
     window: Span,
-    staging: Option<Buffer>,
+    staging: Buffer,
     in_flight: Pending,
 }
 
@@ -50,18 +49,16 @@ impl Publisher {
         let mut gathering: Option<Gathering<'_>> = None;
         for (id, master) in plan.layout().block_ids().zip(masters) {
             let block = plan.layout().block(id);
+            if world == 1 {
+                let all = Span::of_len(0, block.shard_len);
+                copy_out(block, world, all, master, weights)?;
+            }
             let space = plan.layout().space(block.space);
             for window in plan.windows(id) {
-                let own = flat::view(master, window)?.to_dtype(dtypes::dtype(space.wire))?;
-                // What one rank gathers is its own.
-                let (gathered, staging) = if world == 1 {
-                    (own, None)
-                } else {
-                    let staging = self.staging.take(space, world * window.len())?;
-                    flat::write(&staging.used, channel.rank().0 * window.len(), &own)?;
-                    (staging.used.clone(), Some(staging))
-                };
-                let request = Request::all_gather(Class::Weight, &gathered);
+                let own = flat::view(master, window)?;
+                let staging = self.staging.take(space, world * window.len())?;
+                flat::write(&staging.used, channel.rank().0 * window.len(), &own)?;
+                let request = Request::all_gather(Class::Weight, &staging.used);
                 let started = Gathering {
                     block,
                     window,
@@ -85,14 +82,12 @@ impl Publisher {
         } = gathering;
         let gathered = in_flight.wait()?;
         copy_out(block, world, window, &gathered, weights)?;
-        if let Some(staging) = staging {
-            self.staging.give_back(staging);
-        }
+        self.staging.give_back(staging);
         Ok(())
     }
 }
 
-/// Copies the gathered runs of a window into the model's tensors.
+/// Copies the runs of a window, which every rank has a part of in `gathered`, into the model's tensors.
 fn copy_out(
     block: &Block,
     world: usize,
@@ -100,6 +95,7 @@ fn copy_out(
     gathered: &Tensor,
     weights: &[Weight],
 ) -> Result<()> {
+    let mut writes = Vec::new();
     for rank in 0..world {
         let shard = rank * block.shard_len;
         let in_block = window.shift(shard);
@@ -113,10 +109,14 @@ fn copy_out(
             let Some(source) = run.source else { continue };
             let at = rank * window.len() + (common.start - in_block.start);
             let values = flat::view(gathered, Span::of_len(at, common.len()))?;
-            weights[source.param.index()].write(source.start + (common.start - run.at), &values)?;
+            writes.push(Write {
+                flat: weights[source.param.index()].values(),
+                at: source.start + (common.start - run.at),
+                values,
+            });
         }
     }
-    Ok(())
+    Ok(flat::write_all(&writes)?)
 }
 
 #[cfg(test)]
