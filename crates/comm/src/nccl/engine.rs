@@ -85,14 +85,7 @@ impl Engine {
 
     /// One round; whether there is another one.
     fn step(&mut self, looks: &mut u32) -> bool {
-        let next = if self.flight.head().is_none() {
-            self.jobs.recv_timeout(IDLE)
-        } else if self.flight.leaving.is_none() && self.flight.last.is_none() {
-            self.jobs.recv_timeout(Duration::ZERO)
-        } else {
-            Err(mpsc::RecvTimeoutError::Timeout)
-        };
-        match next {
+        match self.next(*looks) {
             Ok(job) => {
                 *looks = 0;
                 self.take(job);
@@ -113,10 +106,25 @@ impl Engine {
             self.tell(&progress, result);
             return false;
         }
-        if self.flight.head().is_some() {
-            nap(looks);
-        }
+        *looks = looks.saturating_add(1);
         true
+    }
+
+    /// The next job, if one can be taken and comes before it is time to look at the flight again.
+    fn next(&self, looks: u32) -> Result<Job, mpsc::RecvTimeoutError> {
+        let wait = if self.flight.head().is_none() {
+            IDLE
+        } else if looks < EAGER {
+            thread::yield_now();
+            Duration::ZERO
+        } else {
+            NAP
+        };
+        if self.flight.leaving.is_some() || self.flight.last.is_some() {
+            thread::sleep(wait);
+            return Err(mpsc::RecvTimeoutError::Timeout);
+        }
+        self.jobs.recv_timeout(wait)
     }
 
     /// Begins a job.
@@ -321,15 +329,6 @@ impl Engine {
         // Set once: what is told has left the flight.
         let _ = progress.ended.set(result);
         self.link.wake();
-    }
-}
-
-fn nap(looks: &mut u32) {
-    *looks = looks.saturating_add(1);
-    if *looks < EAGER {
-        thread::yield_now();
-    } else {
-        thread::sleep(NAP);
     }
 }
 
