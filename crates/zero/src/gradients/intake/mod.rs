@@ -12,7 +12,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use polarshard_partition::{ParamId, Plan, Rank, Stage};
 
-use self::wire::{Reducing, Slot};
+use self::wire::{Arriving, Reducing, Slot};
 use super::buffers::Buffers;
 use super::cycle::Cycle;
 use super::held::{self, Held};
@@ -47,6 +47,8 @@ pub(crate) struct Intake {
     buffers: Buffers,
     /// By bucket.
     slots: Vec<Slot>,
+    /// Gradients on their way into open buckets.
+    arriving: Vec<Arriving>,
     /// The bucket that is issued next.
     next: usize,
     reducing: Option<Reducing>,
@@ -68,6 +70,7 @@ impl Intake {
             locals: vec![None; lanes.len()],
             buffers: Buffers::new(setup.device.clone(), uses),
             slots: lanes.iter().map(|_| Slot::Empty).collect(),
+            arriving: Vec::new(),
             next: 0,
             reducing: None,
             cycle: Cycle::new(weights.len()),
@@ -114,12 +117,19 @@ impl Intake {
 
     fn restart(&mut self) {
         self.next = 0;
+        self.arriving.clear();
         self.slots.iter_mut().for_each(|slot| *slot = Slot::Empty);
     }
 
     /// Takes a parameter's complete gradient of this micro-batch. An error is remembered: what comes after it is
     /// ignored, and the step's micro-batches will be dropped on all ranks.
     pub(crate) fn accept(&mut self, param: ParamId, gradient: &Tensor) -> Result<()> {
+        self.accept_kept(param, gradient)?;
+        self.settle().inspect_err(|error| self.fail(error))
+    }
+
+    /// The same for a gradient that its owner keeps until the micro-batch ends: a bucket's are written together.
+    pub(crate) fn accept_kept(&mut self, param: ParamId, gradient: &Tensor) -> Result<()> {
         if self.cycle.has_failed() {
             return Ok(());
         }
@@ -196,10 +206,13 @@ impl Intake {
         let Some(home) = &homes[param.index()] else {
             return Ok(());
         };
+        let is_kept = gradient.is_contiguous();
         let gradient = flat::one_dimensional(gradient)?;
         let bytes = gradient.elem_count() * gradient.dtype().size_in_bytes();
         self.held.add(bytes);
         let placed = self.place_at(home, &gradient);
+        // A copy of ours goes before the next one comes.
+        let placed = placed.and_then(|()| if is_kept { Ok(()) } else { self.settle() });
         self.held.remove(bytes);
         placed?;
         self.issue_full()

@@ -10,7 +10,7 @@ use polarshard_partition::{Class, Piece, Reduction, Span};
 
 use super::Intake;
 use crate::error::{Error, Result};
-use crate::flat;
+use crate::flat::{self, Write};
 use crate::gradients::Buffer;
 
 /// Where a bucket is in the micro-batch.
@@ -19,6 +19,14 @@ pub(super) enum Slot {
     Empty,
     Filling { buffer: Buffer, arrived: usize },
     Issued,
+}
+
+/// Values that are to be written to an open bucket.
+#[derive(Debug)]
+pub(super) struct Arriving {
+    bucket: usize,
+    at: usize,
+    values: Tensor,
 }
 
 /// A bucket whose reduction was started.
@@ -34,19 +42,39 @@ impl Intake {
     pub(super) fn write(&mut self, bucket: usize, at: usize, values: &Tensor) -> Result<()> {
         let current = self.cycle.current;
         self.open(bucket)?;
-        let lane = &self.lanes[bucket];
-        let Slot::Filling { buffer, .. } = &self.slots[bucket] else {
-            unreachable!("the bucket was just opened")
-        };
-        let values = match &self.locals[bucket] {
-            None => flat::scaled(values, current * lane.prescale)?,
+        let prescale = self.lanes[bucket].prescale;
+        let (values, factor) = match &self.locals[bucket] {
+            None => (values.clone(), current * prescale),
             Some(local) => {
                 flat::add(local, at, values, current)?;
                 let sums = flat::view(local, Span::of_len(at, values.elem_count()))?;
-                flat::scaled(&sums, lane.prescale)?
+                (sums, prescale)
             }
         };
-        Ok(flat::write(&buffer.used, at, &values)?)
+        let values = flat::scaled(&values, factor)?;
+        self.arriving.push(Arriving { bucket, at, values });
+        if factor == 1.0 {
+            Ok(())
+        } else {
+            // What was made for this goes before the next one comes.
+            self.settle()
+        }
+    }
+
+    /// Writes what is on its way into open buckets, all at once.
+    pub(super) fn settle(&mut self) -> Result<()> {
+        let arriving = std::mem::take(&mut self.arriving);
+        let writes = arriving.into_iter().map(|Arriving { bucket, at, values }| {
+            let Slot::Filling { buffer, .. } = &self.slots[bucket] else {
+                unreachable!("a bucket is issued when all that goes into it is there")
+            };
+            Write {
+                flat: &buffer.used,
+                at,
+                values,
+            }
+        });
+        Ok(flat::write_all(&writes.collect::<Vec<_>>())?)
     }
 
     /// Gives a bucket a buffer, unless it has one. Its padding is zeroed here and not where it is issued, which must not
@@ -107,6 +135,7 @@ impl Intake {
 
     /// Starts the reduction of the next bucket. The one before it is collected meanwhile.
     fn issue(&mut self) -> Result<()> {
+        self.settle()?;
         let bucket = self.next;
         let Slot::Filling { buffer, .. } = std::mem::replace(&mut self.slots[bucket], Slot::Issued)
         else {
