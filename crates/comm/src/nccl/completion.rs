@@ -1,13 +1,17 @@
 //! The end of a job, seen from the rank's own thread.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaStream;
 
 use super::flight::Progress;
 use crate::tether::Link;
 use crate::{Completion, Error, Started};
+
+/// How long to look before sleeping: to be woken takes as long as a small request.
+const EAGER: Duration = Duration::from_micros(200);
 
 /// A job that was handed over.
 #[derive(Debug)]
@@ -30,11 +34,12 @@ impl Completion for InFlight {
             return self.finish(Duration::MAX);
         };
         let Progress { issued, ended } = &*self.progress;
-        let found = |_: &mut _| {
+        let found = || {
             let ended = ended.get().cloned();
             ended.or_else(|| issued.get().map(|_| Ok(())))
         };
-        self.link.wait(Duration::MAX, found, |_| Ok(()))?;
+        let sleep = || self.link.wait(Duration::MAX, |_| found(), |_| Ok(()));
+        look(found).unwrap_or_else(sleep)?;
         let joined = issued.get().map_or(Ok(()), |event| compute.wait(event));
         joined.map_err(|e| {
             let error = Error::Backend {
@@ -47,8 +52,21 @@ impl Completion for InFlight {
     }
 
     fn finish(self: Box<Self>, deadline: Duration) -> Result<(), Error> {
-        let found = |_: &mut _| self.progress.ended.get().cloned().map(Some);
-        let ended = self.link.wait(deadline, found, |_| None);
+        let found = || self.progress.ended.get().cloned().map(Some);
+        let sleep = || self.link.wait(deadline, |_| found(), |_| None);
+        let ended = look(found).unwrap_or_else(sleep);
         ended.unwrap_or_else(|| Err(self.link.expire(&self.started, deadline)))
+    }
+}
+
+/// What is found within a short time.
+fn look<R>(found: impl Fn() -> Option<R>) -> Option<R> {
+    let begun = Instant::now();
+    loop {
+        let now = found();
+        if now.is_some() || begun.elapsed() >= EAGER {
+            return now;
+        }
+        thread::yield_now();
     }
 }

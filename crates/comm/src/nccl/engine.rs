@@ -15,8 +15,8 @@ use crate::ranks::panic_message;
 use crate::tether::Link;
 use crate::{Error, Started};
 
-/// How long to look without a pause, and how long a pause is: a collective takes tens of
-/// microseconds at least.
+/// How often to look without a pause after a request has come, for the next one and for its end, and
+/// how long a pause is: a collective takes tens of microseconds at least.
 const EAGER: u32 = 200;
 const NAP: Duration = Duration::from_micros(50);
 
@@ -112,11 +112,11 @@ impl Engine {
 
     /// The next job, if one can be taken and comes before it is time to look at the flight again.
     fn next(&self, looks: u32) -> Result<Job, mpsc::RecvTimeoutError> {
-        let wait = if self.flight.head().is_none() {
-            IDLE
-        } else if looks < EAGER {
+        let wait = if looks < EAGER {
             thread::yield_now();
             Duration::ZERO
+        } else if self.flight.head().is_none() {
+            IDLE
         } else {
             NAP
         };
