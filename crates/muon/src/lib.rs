@@ -7,7 +7,7 @@
 //! | part | what it does |
 //! |---|---|
 //! | [`NewtonSchulz`] | orthogonalizes matrices, alone or batched by shape |
-//! | [`copy_all`], [`accumulate`], [`momentum_update`], [`apply_update`], [`adamw_update`], [`survey()`] | the element-wise steps, each in one pass, on any slice of a parameter |
+//! | [`copy_all`], [`accumulate`], [`momentum_update`], [`apply_updates`], [`adamw_update`], [`survey()`] | the element-wise steps, each in one pass, on any slice of a parameter |
 //! | [`UpdateScale`] | how large an update is, by the shape of its matrix |
 //! | [`Rules`] | which parameter is Muon's, and of which matrices it is made |
 //! | [`Muon`], [`MuonWithAdamW`] | optimizers of one device, built of these |
@@ -83,7 +83,7 @@ pub use choice::{Choice, Products};
 pub use coefficients::{Coefficients, CustomCoefficients};
 pub use config::{AdamWConfig, MuonConfig, MuonWithAdamWConfig};
 pub use elementwise::{
-    Gradient, accumulate, adamw_update, apply_update, copy, copy_all, momentum_update,
+    Gradient, Update, accumulate, adamw_update, apply_updates, copy, copy_all, momentum_update,
 };
 pub use error::Error;
 pub use kernels::Kernels;

@@ -2,7 +2,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 
 use crate::weights::Weights;
-use crate::{Error, MatrixShape, MuonConfig, apply_update, momentum_update, survey_all};
+use crate::{Error, MatrixShape, MuonConfig, Update, apply_updates, momentum_update, survey_all};
 
 /// The parameters that Muon trains, and their momenta.
 #[derive(Debug)]
@@ -110,10 +110,15 @@ impl MuonGroup {
             .map(update)
             .collect::<Result<Vec<_>, Error>>()?;
         let updates = newton_schulz.orthogonalize_all_as_iterated(&updates)?;
-        for (p, update) in pending.iter().zip(&updates) {
-            let factor = scale.factor(p.shape.rows, p.shape.cols);
-            apply_update(&p.weights, update, factor, *lr, *weight_decay)?;
-        }
+        let updates = pending
+            .iter()
+            .zip(&updates)
+            .map(|(p, orthogonalized)| Update {
+                weights: &p.weights,
+                orthogonalized,
+                scale: scale.factor(p.shape.rows, p.shape.cols),
+            });
+        apply_updates(&updates.collect::<Vec<_>>(), *lr, *weight_decay)?;
         for same in pending.chunk_by(|a, b| std::ptr::eq(a.parameter, b.parameter)) {
             same[0].parameter.publish()?;
         }

@@ -9,7 +9,7 @@ use super::launch::{blocks, launch};
 use super::many::{Chunks, TENSORS, Tensors};
 
 /// Elements of a block.
-const CHUNK: usize = 1 << 13;
+const CHUNK: u32 = 1 << 13;
 /// Dtypes that are copied: f32, f16 and bf16.
 const DTYPES: u32 = 3;
 
@@ -29,13 +29,11 @@ pub(crate) fn copy_all(device: &CudaDevice, copies: &[(&Tensor, &Tensor)]) -> Re
         arguments
             .arg(&targets.addresses)
             .arg(&values.addresses)
-            .arg(&chunks.lengths)
             .arg(&dtypes)
-            .arg(&chunks.firsts)
-            .arg(&chunks.count);
-        // SAFETY: `copies(targets, values, lengths, dtypes, firsts, count)`, with arrays of the sizes of
-        // `many.cuh`; the addresses are of live tensors of these lengths and dtypes, and what is written
-        // is read by no copy of the call and written by no other one (`check_copies`).
+            .arg(&chunks);
+        // SAFETY: `copies(targets, values, dtypes, chunks)`, with arrays of the sizes of `many.cuh`; the
+        // addresses are of live tensors of these lengths and dtypes, and what is written is read by no
+        // copy of the call and written by no other one (`check_written`).
         unsafe { launch(&mut arguments, blocks(chunks.blocks(), 1)?) }?;
     }
     Ok(())

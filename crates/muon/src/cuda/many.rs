@@ -2,6 +2,7 @@
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
+use cudarc::driver::DeviceRepr;
 use half::{bf16, f16};
 
 use super::launch::address;
@@ -39,31 +40,44 @@ impl Tensors {
 }
 
 /// How tensors are cut into chunks, each for a block.
+#[repr(C)]
+#[derive(Clone, Copy)]
 pub(super) struct Chunks {
-    pub(super) count: u32,
-    pub(super) lengths: [u64; TENSORS],
+    lengths: [u64; TENSORS],
     /// The first block of each, and at `count` the end of all.
-    pub(super) firsts: [u32; TENSORS + 1],
+    firsts: [u32; TENSORS + 1],
+    count: u32,
+    /// Elements of a block.
+    chunk: u32,
 }
 
+// SAFETY: it is the `Chunks` of `many.cuh`, and any bits are one.
+unsafe impl DeviceRepr for Chunks {}
+
 impl Chunks {
-    /// Of tensors with so many elements, at most [`TENSORS`], in chunks of `chunk` elements.
-    pub(super) fn new(lengths: impl Iterator<Item = usize>, chunk: usize) -> Result<Self> {
+    /// Of tensors with so many elements, at most [`TENSORS`].
+    pub(super) fn new(lengths: impl Iterator<Item = usize>, chunk: u32) -> Result<Self> {
         let mut table = Self {
-            count: 0,
             lengths: [0; TENSORS],
             firsts: [0; TENSORS + 1],
+            count: 0,
+            chunk,
         };
         for (i, len) in lengths.enumerate() {
             table.lengths[i] = len as u64;
-            let end = table.firsts[i] as usize + len.div_ceil(chunk);
+            let end = table.firsts[i] as usize + len.div_ceil(chunk as usize);
             table.firsts[i + 1] = u32::try_from(end).map_err(candle_core::Error::wrap)?;
             table.count += 1;
         }
         Ok(table)
     }
 
+    /// Tensors.
+    pub(super) fn count(&self) -> usize {
+        self.count as usize
+    }
+
     pub(super) fn blocks(&self) -> usize {
-        self.firsts[self.count as usize] as usize
+        self.firsts[self.count()] as usize
     }
 }

@@ -3,12 +3,14 @@
 use std::cell::RefCell;
 
 use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaDevice;
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Result, Tensor, bail};
-use cudarc::driver::PushKernelArg;
+use cudarc::driver::{DeviceRepr, PushKernelArg};
 
 use super::element::{Element, by_dtype};
 use super::kernels::Kernels;
-use super::launch::{launch, over, tensor, uninitialized, view, view_mut};
+use super::launch::{blocks, launch, over, tensor, uninitialized, view, view_mut};
+use super::many::{Chunks, TENSORS, Tensors};
 use crate::elementwise::{AdamWFactors, GradientFactors};
 
 /// A storage and the part of it that is meant.
@@ -40,6 +42,20 @@ fn accumulate_from<T: Element>(
 
 /// `h = (1-β)·g`, `M ← β·M + h`; returns `β·M + h` with nesterov, else a copy of M.
 pub(crate) fn momentum(
+    momentum: PartMut<'_>,
+    gradient: Part<'_>,
+    factors: GradientFactors,
+    beta: f32,
+    complement: f32,
+    nesterov: bool,
+) -> Result<Tensor> {
+    by_dtype!(
+        gradient.0.dtype(),
+        momentum_from(momentum, gradient, factors, beta, complement, nesterov)
+    )
+}
+
+fn momentum_from<T: Element>(
     (momentum, layout): PartMut<'_>,
     gradient: Part<'_>,
     factors: GradientFactors,
@@ -49,9 +65,9 @@ pub(crate) fn momentum(
 ) -> Result<Tensor> {
     let (device, shape) = (gradient.0.device(), layout.shape());
     let elements = shape.elem_count();
-    let kernel = Kernels::Elementwise.load(device, "momentum")?;
+    let kernel = Kernels::Elementwise.load(device, &format!("momentum_{}", T::SUFFIX))?;
     let mut momentum = view_mut::<f32>(momentum, layout)?;
-    let gradient = view::<f32>(gradient.0, gradient.1)?;
+    let gradient = view::<T>(gradient.0, gradient.1)?;
     // SAFETY: the kernel writes each element.
     let mut update = unsafe { uninitialized::<f32>(device, elements) }?;
     let (nesterov, len) = (u32::from(nesterov), elements as u64);
@@ -65,42 +81,75 @@ pub(crate) fn momentum(
         .arg(&complement)
         .arg(&nesterov)
         .arg(&len);
-    // SAFETY: `momentum(m, g, factors, u, beta, complement, nesterov, n)`; all slices have n elements
+    // SAFETY: `momentum_*(m, g, factors, u, beta, complement, nesterov, n)`; all slices have n elements
     // (`check_operands`).
     unsafe { launch(&mut arguments, over(elements, 1)?) }?;
     Ok(tensor(update, device, shape))
 }
 
-/// `p ← keep·p - step·o`.
-pub(crate) fn apply(weights: PartMut<'_>, update: Part<'_>, keep: f32, step: f32) -> Result<()> {
-    by_dtype!(update.0.dtype(), apply_from(weights, update, keep, step))
+/// Elements of a block that applies updates.
+const CHUNK: u32 = 1 << 13;
+
+/// `p ← keep·p - step·o` of weights, updates of one dtype, and their steps; all on one device.
+pub(crate) fn apply_all(
+    device: &CudaDevice,
+    updates: &[(&Tensor, &Tensor, f32)],
+    keep: f32,
+) -> Result<()> {
+    let alike = |a: &(_, &Tensor, _), b: &(_, &Tensor, _)| a.1.dtype() == b.1.dtype();
+    for updates in updates.chunk_by(alike).flat_map(|all| all.chunks(TENSORS)) {
+        let dtype = updates[0].1.dtype();
+        by_dtype!(dtype, apply_from(device, updates, keep))?;
+    }
+    Ok(())
 }
 
 fn apply_from<T: Element>(
-    (weights, layout): PartMut<'_>,
-    update: Part<'_>,
+    device: &CudaDevice,
+    updates: &[(&Tensor, &Tensor, f32)],
     keep: f32,
-    step: f32,
 ) -> Result<()> {
-    let elements = layout.shape().elem_count();
-    let name = format!("apply_{}", T::SUFFIX);
-    let kernel = Kernels::Elementwise.load(update.0.device(), &name)?;
-    let mut weights = view_mut::<f32>(weights, layout)?;
-    let update = view::<T>(update.0, update.1)?;
-    let len = elements as u64;
+    let kernel = Kernels::Elementwise.load(device, &format!("apply_{}", T::SUFFIX))?;
+    let weights = Tensors::new(device, updates.iter().map(|(weights, ..)| *weights))?;
+    let lengths = updates.iter().map(|(weights, ..)| weights.elem_count());
+    let chunks = Chunks::new(lengths, CHUNK)?;
+    let orthogonalized = Tensors::new(device, updates.iter().map(|(_, update, _)| *update))?;
+    let mut steps = [0f32; TENSORS];
+    for (slot, (.., step)) in steps.iter_mut().zip(updates) {
+        *slot = *step;
+    }
     let mut arguments = kernel.builder();
     arguments
-        .arg(&mut weights)
-        .arg(&update)
+        .arg(&weights.addresses)
+        .arg(&orthogonalized.addresses)
+        .arg(&steps)
         .arg(&keep)
-        .arg(&step)
-        .arg(&len);
-    // SAFETY: `apply_*(p, o, keep, step, n)`; both slices have n elements (`check_places`).
-    unsafe { launch(&mut arguments, over(elements, 1)?) }
+        .arg(&chunks);
+    // SAFETY: `apply_*(weights, updates, steps, keep, chunks)`, with arrays of the sizes of `many.cuh`;
+    // the addresses are of live tensors of these lengths, f32 and `T`, and what is written is read by no
+    // update of the call and written by no other one (`check_written`).
+    unsafe { launch(&mut arguments, blocks(chunks.blocks(), 1)?) }
 }
+
+// SAFETY: it is the `AdamW` of `elementwise.cu`, and any bits are one.
+unsafe impl DeviceRepr for AdamWFactors {}
 
 /// One AdamW step on weights and the moments `m` and `v`.
 pub(crate) fn adamw(
+    weights: PartMut<'_>,
+    m: &Tensor,
+    v: &Tensor,
+    gradient: Part<'_>,
+    of_gradient: GradientFactors,
+    factors: &AdamWFactors,
+) -> Result<()> {
+    by_dtype!(
+        gradient.0.dtype(),
+        adamw_from(weights, m, v, gradient, of_gradient, factors)
+    )
+}
+
+fn adamw_from<T: Element>(
     (weights, layout): PartMut<'_>,
     m: &Tensor,
     v: &Tensor,
@@ -111,12 +160,12 @@ pub(crate) fn adamw(
     // candle lends one tensor of an operation for writing; the moments are lent one inside the other.
     let (device, elements) = (gradient.0.device(), layout.shape().elem_count());
     let mut weights = view_mut::<f32>(weights, layout)?;
-    let gradient = view::<f32>(gradient.0, gradient.1)?;
+    let gradient = view::<T>(gradient.0, gradient.1)?;
     lend(m, |(m, layout)| {
         let mut m = view_mut::<f32>(m, layout)?;
         lend(v, |(v, layout)| {
             let mut v = view_mut::<f32>(v, layout)?;
-            let kernel = Kernels::Elementwise.load(device, "adamw")?;
+            let kernel = Kernels::Elementwise.load(device, &format!("adamw_{}", T::SUFFIX))?;
             let len = elements as u64;
             let mut arguments = kernel.builder();
             arguments
@@ -125,17 +174,9 @@ pub(crate) fn adamw(
                 .arg(&mut v)
                 .arg(&gradient)
                 .arg(&of_gradient)
-                .arg(&factors.beta1)
-                .arg(&factors.complement1)
-                .arg(&factors.correction1)
-                .arg(&factors.beta2)
-                .arg(&factors.complement2)
-                .arg(&factors.correction2)
-                .arg(&factors.keep)
-                .arg(&factors.lr)
-                .arg(&factors.eps)
+                .arg(factors)
                 .arg(&len);
-            // SAFETY: `adamw(p, m, v, g, factors, nine floats in this order, n)`; all slices have n elements
+            // SAFETY: `adamw_*(p, m, v, g, factors, scalars, n)`; all slices have n elements
             // (`check_operands`).
             unsafe { launch(&mut arguments, over(elements, 1)?) }
         })

@@ -10,7 +10,7 @@ use super::many::{Chunks, TENSORS, Tensors};
 use crate::Survey;
 
 /// Elements of a block.
-const CHUNK: usize = 1 << 15;
+const CHUNK: u32 = 1 << 15;
 
 /// Numbers of a finding: Σx², non-finite elements, elements other than zero, largest magnitude.
 pub(super) const FIELDS: usize = 4;
@@ -50,22 +50,20 @@ pub(super) fn findings(device: &CudaDevice, tensors: &[Tensor]) -> Result<CudaSl
         let mut arguments = first_stage.builder();
         arguments
             .arg(&tensors.addresses)
-            .arg(&cut.lengths)
             .arg(&tensors.dtypes)
-            .arg(&cut.firsts)
-            .arg(&cut.count)
+            .arg(cut)
             .arg(&mut partial);
-        // SAFETY: `survey_chunks(addresses, lengths, dtypes, firsts, count, chunks)`, with arrays of
-        // the sizes of `many.cuh`; the addresses are of live tensors of these lengths and dtypes,
+        // SAFETY: `survey_chunks(addresses, dtypes, cut, chunks)`, with arrays of the sizes of
+        // `many.cuh`; the addresses are of live tensors of these lengths and dtypes,
         // and `partial` has a finding for each block.
         unsafe { launch(&mut arguments, blocks(cut.blocks(), 1)?) }?;
 
         let start = FIELDS * TENSORS * index;
-        let mut found = all.slice_mut(start..start + FIELDS * cut.count as usize);
+        let mut found = all.slice_mut(start..start + FIELDS * cut.count());
         let mut arguments = second_stage.builder();
-        arguments.arg(&cut.firsts).arg(&partial).arg(&mut found);
-        // SAFETY: `survey_tensors(firsts, chunks, tensors)` with a block for each tensor.
-        unsafe { launch(&mut arguments, blocks(cut.count as usize, 1)?) }?;
+        arguments.arg(cut).arg(&partial).arg(&mut found);
+        // SAFETY: `survey_tensors(cut, chunks, tensors)` with a block for each tensor.
+        unsafe { launch(&mut arguments, blocks(cut.count(), 1)?) }?;
     }
     Ok(all)
 }

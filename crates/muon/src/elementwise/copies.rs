@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, InplaceOp2, Layout, Result as CandleResult, Tensor
 #[cfg(feature = "cuda")]
 use candle_core::{CudaStorage, Device};
 
-use super::operands::{FLOATS, check_dtypes, check_places, storage};
+use super::operands::{FLOATS, check_devices, check_dtypes, check_places, check_written};
 use crate::Error;
 #[cfg(feature = "cuda")]
 use crate::cuda;
@@ -46,40 +46,9 @@ fn check_copies(copies: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
         let operands = [("the target", target), ("the values", values)];
         check_dtypes(&operands, &FLOATS, "f32, f16 or bf16")?;
         check_places(&operands)?;
-        if !target.device().same_device(values.device()) {
-            let (lhs, rhs) = (target.device().location(), values.device().location());
-            return Err(candle_core::Error::DeviceMismatchBinaryOp {
-                lhs,
-                rhs,
-                op: "copy",
-            }
-            .into());
-        }
+        check_devices(&operands, "copy")?;
     }
-    let mut written: Vec<_> = copies.iter().map(|(target, _)| place(target)).collect();
-    written.sort_unstable();
-    let is_written = |x: &Tensor| {
-        let read = storage(x);
-        let after = written.partition_point(|(buffer, ..)| *buffer < read);
-        written
-            .get(after)
-            .is_some_and(|(buffer, ..)| *buffer == read)
-    };
-    let overlap = |pair: &[(usize, usize, usize)]| pair[0].0 == pair[1].0 && pair[0].2 > pair[1].1;
-    let (first, second) = if copies.iter().any(|(_, values)| is_written(values)) {
-        ("the target", "the values")
-    } else if written.windows(2).any(overlap) {
-        ("the target", "another target")
-    } else {
-        return Ok(());
-    };
-    Err(Error::SharedStorage { first, second })
-}
-
-/// The buffer of a contiguous tensor, and where it begins and ends there.
-fn place(x: &Tensor) -> (usize, usize, usize) {
-    let start = x.layout().start_offset();
-    (storage(x), start, start + x.elem_count())
+    check_written(copies.iter().copied(), ["the target", "the values"])
 }
 
 struct CopyOp;

@@ -1,7 +1,7 @@
 //! The element-wise steps: each one pass over memory, in f32, every operation rounded by itself.
 //!
 //! Operands are contiguous tensors of equal length, of any shape, on one device, f32 where nothing
-//! else is said; views of larger buffers are written through. No two operands of a call may be views of one buffer.
+//! else is said; views of larger buffers are written through. No buffer is both read and written in one call.
 //!
 //! Elements have the same bits on every device.
 
@@ -9,18 +9,22 @@ mod copies;
 mod operands;
 mod ops;
 
+#[cfg(feature = "cuda")]
+use candle_core::Device;
 use candle_core::{DType, Tensor};
 
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::{AdamWConfig, Error};
 
-use operands::{FLOATS, check_dtypes, check_operands, check_places};
+use operands::{FLOATS, check_devices, check_dtypes, check_places, check_written};
 use ops::{AccumulateOp, AdamWOp, ApplyOp, MomentumOp};
 
 pub use copies::{copy, copy_all};
 pub(crate) use operands::shares_storage;
 pub(crate) use ops::{AdamWFactors, GradientFactors};
 
-/// A gradient in f32, times two factors.
+/// A gradient of dtype f32, f16 or bf16, times two factors.
 ///
 /// As computed, with each factor rounded to f32 once: `clip·(mean·g)`. A factor of 1 leaves g exact.
 #[derive(Debug, Clone, Copy)]
@@ -70,8 +74,8 @@ pub fn accumulate(sum: &Tensor, values: &Tensor, factor: f64) -> Result<(), Erro
 /// `h = (1-β)·g`, `M ← β·M + h`, and the result is `β·M + h` with nesterov, else a copy of M.
 ///
 /// # Errors
-/// For operands that are not contiguous f32 of equal length in buffers of their own; the momentum
-/// is untouched then.
+/// For operands that are not contiguous or not of equal length in buffers of their own, and a momentum
+/// that is not f32; the momentum is untouched then.
 pub fn momentum_update<'a>(
     momentum: &Tensor,
     gradient: impl Into<Gradient<'a>>,
@@ -83,37 +87,70 @@ pub fn momentum_update<'a>(
         ("the momentum", momentum),
         ("the gradient", gradient.values),
     ];
-    check_operands(&operands)?;
+    check_dtypes(&operands[..1], &[DType::F32], "f32")?;
+    check_dtypes(&operands[1..], &FLOATS, "f32, f16 or bf16")?;
+    check_places(&operands)?;
     let (beta, complement) = (beta as f32, (1.0 - beta) as f32);
     let op = MomentumOp::new(gradient.factors(), beta, complement, nesterov);
     momentum.inplace_op2(gradient.values, &op)?;
     Ok(op.into_update())
 }
 
-/// Decays weights and subtracts an orthogonalized update of dtype f32, f16 or bf16.
+/// What is subtracted from weights.
+#[derive(Debug, Clone, Copy)]
+pub struct Update<'a> {
+    /// The weights, in f32.
+    pub weights: &'a Tensor,
+    /// As it comes from Newton-Schulz, of dtype f32, f16 or bf16.
+    pub orthogonalized: &'a Tensor,
+    /// See [`UpdateScale`](crate::UpdateScale).
+    pub scale: f64,
+}
+
+/// Decays weights and subtracts their orthogonalized updates. A device does all of it in one launch.
 ///
 /// As computed, with `d = 1 - lr·weight_decay` and `s = lr·scale` each rounded to f32 once:
 /// `p ← d·p - s·o`. Without decay d is 1, which leaves p exact.
 ///
 /// # Errors
 /// For weights that are not contiguous f32, and for an update of another dtype, length or device,
-/// that is not contiguous or in the same buffer; the weights are untouched then.
-pub fn apply_update(
-    weights: &Tensor,
-    orthogonalized: &Tensor,
-    scale: f64,
-    lr: f64,
-    weight_decay: f64,
-) -> Result<(), Error> {
-    let operands = [("the weights", weights), ("the update", orthogonalized)];
-    check_dtypes(&operands[..1], &[DType::F32], "f32")?;
-    check_dtypes(&operands[1..], &FLOATS, "f32, f16 or bf16")?;
-    check_places(&operands)?;
-    let op = ApplyOp {
-        keep: (1.0 - lr * weight_decay) as f32,
-        step: (lr * scale) as f32,
-    };
-    Ok(weights.inplace_op2(orthogonalized, &op)?)
+/// or that is not contiguous; for a buffer of weights that is one of updates, too, and for weights that
+/// overlap. All weights are untouched then.
+pub fn apply_updates(updates: &[Update<'_>], lr: f64, weight_decay: f64) -> Result<(), Error> {
+    for update in updates {
+        let operands = [
+            ("the weights", update.weights),
+            ("the update", update.orthogonalized),
+        ];
+        check_dtypes(&operands[..1], &[DType::F32], "f32")?;
+        check_dtypes(&operands[1..], &FLOATS, "f32, f16 or bf16")?;
+        check_places(&operands)?;
+        check_devices(&operands, "apply")?;
+    }
+    let pairs = updates.iter().map(|one| (one.weights, one.orthogonalized));
+    check_written(pairs, ["the weights", "the update"])?;
+    let keep = (1.0 - lr * weight_decay) as f32;
+    let on_one_device =
+        |a: &Update<'_>, b: &Update<'_>| a.weights.device().same_device(b.weights.device());
+    for updates in updates.chunk_by(on_one_device) {
+        let step = |update: &Update<'_>| (lr * update.scale) as f32;
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(device) = updates[0].weights.device() {
+            let updates = updates
+                .iter()
+                .map(|one| (one.weights, one.orthogonalized, step(one)));
+            cuda::apply_all(device, &updates.collect::<Vec<_>>(), keep)?;
+            continue;
+        }
+        for update in updates {
+            let op = ApplyOp {
+                keep,
+                step: step(update),
+            };
+            update.weights.inplace_op2(update.orthogonalized, &op)?;
+        }
+    }
+    Ok(())
 }
 
 /// One AdamW step; `step` counts from 1.
@@ -124,8 +161,8 @@ pub fn apply_update(
 /// `p ← d·p - lr·((m / c1) / (sqrt(v / c2) + eps))`.
 ///
 /// # Errors
-/// For operands that are not contiguous f32 of equal length in buffers of their own, or a `step`
-/// of 0; nothing is changed then.
+/// For operands that are not contiguous or not of equal length in buffers of their own, weights or moments
+/// that are not f32, or a `step` of 0; nothing is changed then.
 pub fn adamw_update<'a>(
     weights: &Tensor,
     m: &Tensor,
@@ -135,12 +172,15 @@ pub fn adamw_update<'a>(
     config: &AdamWConfig,
 ) -> Result<(), Error> {
     let gradient = gradient.into();
-    check_operands(&[
+    let operands = [
         ("the weights", weights),
         ("the first moment", m),
         ("the second moment", v),
         ("the gradient", gradient.values),
-    ])?;
+    ];
+    check_dtypes(&operands[..3], &[DType::F32], "f32")?;
+    check_dtypes(&operands[3..], &FLOATS, "f32, f16 or bf16")?;
+    check_places(&operands)?;
     if step == 0 {
         return Err(Error::Config {
             field: "step",

@@ -19,12 +19,6 @@ pub(super) type Operand<'a> = (&'static str, &'a Tensor);
 
 pub(super) const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// The first operand is one that is written; the others are measured by it.
-pub(super) fn check_operands(operands: &[Operand<'_>]) -> Result<(), Error> {
-    check_dtypes(operands, &[DType::F32], "f32")?;
-    check_places(operands)
-}
-
 pub(super) fn check_dtypes(
     operands: &[Operand<'_>],
     taken: &[DType],
@@ -40,6 +34,7 @@ pub(super) fn check_dtypes(
     }
 }
 
+/// The first operand is one that is written; the others are measured by it.
 pub(super) fn check_places(operands: &[Operand<'_>]) -> Result<(), Error> {
     let expected = operands[0].1.elem_count();
     for (i, &(what, x)) in operands.iter().enumerate() {
@@ -64,4 +59,51 @@ pub(super) fn check_places(operands: &[Operand<'_>]) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+/// The devices that candle cannot compare, where an operation does not go through it.
+pub(super) fn check_devices(operands: &[Operand<'_>], op: &'static str) -> Result<(), Error> {
+    let first = operands[0].1.device();
+    for (_, x) in operands {
+        if !first.same_device(x.device()) {
+            let (lhs, rhs) = (first.location(), x.device().location());
+            return Err(candle_core::Error::DeviceMismatchBinaryOp { lhs, rhs, op }.into());
+        }
+    }
+    Ok(())
+}
+
+/// Of contiguous tensors that are written, each from another one: no buffer is both read and written, and nothing is
+/// written twice.
+pub(super) fn check_written<'a>(
+    pairs: impl Iterator<Item = (&'a Tensor, &'a Tensor)> + Clone,
+    [target, values]: [&'static str; 2],
+) -> Result<(), Error> {
+    let mut written: Vec<_> = pairs.clone().map(|(target, _)| place(target)).collect();
+    written.sort_unstable();
+    let is_written = |x: &Tensor| {
+        let read = storage(x);
+        let after = written.partition_point(|(buffer, ..)| *buffer < read);
+        written
+            .get(after)
+            .is_some_and(|(buffer, ..)| *buffer == read)
+    };
+    let overlap = |pair: &[(usize, usize, usize)]| pair[0].0 == pair[1].0 && pair[0].2 > pair[1].1;
+    let second = if pairs.clone().any(|(_, values)| is_written(values)) {
+        values
+    } else if written.windows(2).any(overlap) {
+        "another of its kind"
+    } else {
+        return Ok(());
+    };
+    Err(Error::SharedStorage {
+        first: target,
+        second,
+    })
+}
+
+/// The buffer of a contiguous tensor, and where it begins and ends there.
+fn place(x: &Tensor) -> (usize, usize, usize) {
+    let start = x.layout().start_offset();
+    (storage(x), start, start + x.elem_count())
 }

@@ -1,5 +1,6 @@
 //! The operations behind the steps, on a CPU and on a CUDA device.
 
+use std::borrow::Cow;
 use std::cell::{OnceCell, RefCell};
 
 #[cfg(feature = "cuda")]
@@ -27,9 +28,11 @@ impl InplaceOp2 for AccumulateOp {
         values: &CpuStorage,
         values_layout: &Layout,
     ) -> CandleResult<()> {
-        with_floats((sum, layout), (values, values_layout), |s, x| {
+        let values = floats(values, values_layout)?;
+        for (s, x) in slice_mut(sum, layout)?.iter_mut().zip(&*values) {
             *s += self.factor * x;
-        })
+        }
+        Ok(())
     }
 
     #[cfg(feature = "cuda")]
@@ -92,9 +95,9 @@ impl InplaceOp2 for MomentumOp {
         gradient_layout: &Layout,
     ) -> CandleResult<()> {
         let momentum = slice_mut(momentum, layout)?.iter_mut();
-        let gradient = slice(gradient, gradient_layout)?;
+        let gradient = floats(gradient, gradient_layout)?;
         let update: Vec<f32> = momentum
-            .zip(gradient)
+            .zip(&*gradient)
             .map(|(m, g)| {
                 let h = self.complement * scaled(*g, self.factors);
                 *m = self.beta * *m + h;
@@ -143,25 +146,22 @@ impl InplaceOp2 for ApplyOp {
         update: &CpuStorage,
         update_layout: &Layout,
     ) -> CandleResult<()> {
-        with_floats((weights, layout), (update, update_layout), |p, o| {
+        let update = floats(update, update_layout)?;
+        for (p, o) in slice_mut(weights, layout)?.iter_mut().zip(&*update) {
             *p = self.keep * *p - self.step * o;
-        })
+        }
+        Ok(())
     }
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        weights: &mut CudaStorage,
-        layout: &Layout,
-        update: &CudaStorage,
-        update_layout: &Layout,
+        _: &mut CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
     ) -> CandleResult<()> {
-        cuda::apply(
-            (weights, layout),
-            (update, update_layout),
-            self.keep,
-            self.step,
-        )
+        unreachable!("updates on a device are launched together")
     }
 }
 
@@ -170,6 +170,8 @@ fn scaled(gradient: f32, [mean, clip]: GradientFactors) -> f32 {
 }
 
 /// The scalars of an AdamW step, each rounded to f32 once.
+#[derive(Clone, Copy)]
+#[repr(C)]
 pub(crate) struct AdamWFactors {
     pub(crate) beta1: f32,
     pub(crate) complement1: f32,
@@ -203,11 +205,10 @@ impl InplaceOp2 for AdamWOp<'_> {
         gradient_layout: &Layout,
     ) -> CandleResult<()> {
         let weights = slice_mut(weights, layout)?;
-        let gradient = slice(gradient, gradient_layout)?.iter();
-        let gradient = gradient.map(|g| scaled(*g, self.of_gradient));
+        let gradient = floats(gradient, gradient_layout)?;
         self.m.inplace_op1(&Lend::new(|m: &mut [f32]| {
             self.v.inplace_op1(&Lend::new(|v: &mut [f32]| {
-                self.factors.run(weights, m, v, gradient.clone());
+                self.run(weights, m, v, &gradient);
                 Ok(())
             }))
         }))
@@ -233,19 +234,15 @@ impl InplaceOp2 for AdamWOp<'_> {
     }
 }
 
-impl AdamWFactors {
-    fn run(
-        &self,
-        weights: &mut [f32],
-        m: &mut [f32],
-        v: &mut [f32],
-        gradient: impl Iterator<Item = f32>,
-    ) {
+impl AdamWOp<'_> {
+    fn run(&self, weights: &mut [f32], m: &mut [f32], v: &mut [f32], gradient: &[f32]) {
+        let f = &self.factors;
         for (((p, m), v), g) in weights.iter_mut().zip(m).zip(v).zip(gradient) {
-            *m = self.beta1 * *m + self.complement1 * g;
-            *v = self.beta2 * *v + self.complement2 * (g * g);
-            let update = (*m / self.correction1) / ((*v / self.correction2).sqrt() + self.eps);
-            *p = self.keep * *p - self.lr * update;
+            let g = scaled(*g, self.of_gradient);
+            *m = f.beta1 * *m + f.complement1 * g;
+            *v = f.beta2 * *v + f.complement2 * (g * g);
+            let update = (*m / f.correction1) / ((*v / f.correction2).sqrt() + f.eps);
+            *p = f.keep * *p - f.lr * update;
         }
     }
 }
@@ -270,34 +267,17 @@ impl<F: FnMut(&mut [f32]) -> CandleResult<()>> InplaceOp1 for Lend<F> {
     }
 }
 
-/// Changes each element of a target in f32 with that of values in f32, f16 or bf16.
-pub(super) fn with_floats(
-    (target, layout): (&mut CpuStorage, &Layout),
-    (values, values_layout): (&CpuStorage, &Layout),
-    change: impl Fn(&mut f32, f32),
-) -> CandleResult<()> {
-    let target = slice_mut(target, layout)?.iter_mut();
-    let Some((start, end)) = values_layout.contiguous_offsets() else {
+/// The elements of a layout, of dtype f32, f16 or bf16, in f32.
+fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> CandleResult<Cow<'a, [f32]>> {
+    let Some((start, end)) = layout.contiguous_offsets() else {
         bail!("expected contiguous values");
     };
-    match values {
-        CpuStorage::F32(x) => target.zip(&x[start..end]).for_each(|(t, x)| change(t, *x)),
-        CpuStorage::F16(x) => target
-            .zip(&x[start..end])
-            .for_each(|(t, x)| change(t, x.to_f32())),
-        CpuStorage::BF16(x) => target
-            .zip(&x[start..end])
-            .for_each(|(t, x)| change(t, x.to_f32())),
+    Ok(match storage {
+        CpuStorage::F32(x) => Cow::Borrowed(&x[start..end]),
+        CpuStorage::F16(x) => x[start..end].iter().map(|x| x.to_f32()).collect(),
+        CpuStorage::BF16(x) => x[start..end].iter().map(|x| x.to_f32()).collect(),
         _ => bail!("expected f32, f16 or bf16"),
-    }
-    Ok(())
-}
-
-fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> CandleResult<&'a [f32]> {
-    match (storage, layout.contiguous_offsets()) {
-        (CpuStorage::F32(x), Some((start, end))) => Ok(&x[start..end]),
-        _ => bail!("expected contiguous f32"),
-    }
+    })
 }
 
 fn slice_mut<'a>(storage: &'a mut CpuStorage, layout: &Layout) -> CandleResult<&'a mut [f32]> {

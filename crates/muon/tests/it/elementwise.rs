@@ -1,10 +1,10 @@
 use candle_core::{DType, Device, Tensor};
 use polarshard_muon::{
-    AdamWConfig, Error, Gradient, accumulate, adamw_update, apply_update, copy, copy_all,
+    AdamWConfig, Error, Gradient, Update, accumulate, adamw_update, apply_updates, copy, copy_all,
     momentum_update,
 };
 
-use crate::tensors::{bits, gaussian};
+use crate::tensors::{apply_update, bits, gaussian};
 
 fn zeros(len: usize) -> Tensor {
     Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap()
@@ -117,7 +117,7 @@ fn many_are_copied_at_once_or_none() {
     let other = gaussian(&[3], 2);
     let overlapping = [(&at(0, 3), &other), (&at(2, 6), &values)];
     let error = copy_all(&overlapping).unwrap_err().to_string();
-    assert_eq!(error, "the target and another target share storage");
+    assert_eq!(error, "the target and another of its kind share storage");
     let source = at(8, 2);
     let read_and_written = [(&at(0, 3), &other), (&zeros(2), &source)];
     let error = copy_all(&read_and_written).unwrap_err().to_string();
@@ -293,6 +293,62 @@ fn without_decay_weights_are_not_rounded_before_the_step() {
         .collect();
     apply_update(&weights, &update, 0.5, 0.5, 0.0).unwrap();
     assert_eq!(bits(&weights), expected);
+}
+
+#[test]
+fn many_updates_are_applied_at_once_or_none() {
+    let (buffer, expected) = (gaussian(&[20], 1), gaussian(&[20], 1));
+    let updates = [gaussian(&[5], 2), gaussian(&[9], 3)];
+    let half = updates[1].to_dtype(DType::F16).unwrap();
+    let at = |x: &Tensor, start, len| x.narrow(0, start, len).unwrap();
+    let update = |weights, orthogonalized, scale| Update {
+        weights,
+        orthogonalized,
+        scale,
+    };
+    let (first, second) = (at(&buffer, 12, 5), at(&buffer, 2, 9));
+    let all = [
+        update(&first, &updates[0], 0.5),
+        update(&second, &half, 2.0),
+    ];
+    apply_updates(&all, 0.1, 0.3).unwrap();
+    apply_update(&at(&expected, 12, 5), &updates[0], 0.5, 0.1, 0.3).unwrap();
+    apply_update(&at(&expected, 2, 9), &half, 2.0, 0.1, 0.3).unwrap();
+    assert_eq!(bits(&buffer), bits(&expected));
+
+    let overlapping = at(&buffer, 8, 5);
+    let twice = [
+        update(&overlapping, &updates[0], 1.0),
+        update(&second, &half, 1.0),
+    ];
+    let error = apply_updates(&twice, 0.1, 0.0).unwrap_err().to_string();
+    assert_eq!(error, "the weights and another of its kind share storage");
+    let own = at(&buffer, 0, 5);
+    let own = [
+        update(&first, &updates[0], 1.0),
+        update(&updates[0], &own, 1.0),
+    ];
+    let error = apply_updates(&own, 0.1, 0.0).unwrap_err().to_string();
+    assert_eq!(error, "the weights and the update share storage");
+    assert_eq!(bits(&buffer), bits(&expected));
+}
+
+#[test]
+fn a_gradient_in_half_precision_counts_as_its_values_in_f32() {
+    let config = AdamWConfig::default();
+    for dtype in [DType::F16, DType::BF16] {
+        let half = gaussian(&[40], 1).to_dtype(dtype).unwrap();
+        let exact = half.to_dtype(DType::F32).unwrap();
+        let run = |gradient: &Tensor| {
+            let state: Vec<_> = (2..6)
+                .map(|seed| gaussian(&[40], seed).abs().unwrap())
+                .collect();
+            let update = momentum_update(&state[0], gradient, 0.9, true).unwrap();
+            adamw_update(&state[1], &state[2], &state[3], gradient, 2, &config).unwrap();
+            state.iter().chain([&update]).map(bits).collect::<Vec<_>>()
+        };
+        assert_eq!(run(&half), run(&exact), "{dtype:?}");
+    }
 }
 
 #[test]

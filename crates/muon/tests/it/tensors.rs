@@ -1,6 +1,7 @@
 //! Tensors with known contents, and their exact comparison.
 
 use candle_core::{DType, Tensor};
+use polarshard_muon::{Error, Update, apply_updates};
 
 use crate::oracle::Matrix;
 
@@ -15,4 +16,20 @@ pub(crate) fn bits(x: &Tensor) -> Vec<u32> {
     let x = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
     let values = x.to_vec1::<f32>().unwrap();
     values.into_iter().map(f32::to_bits).collect()
+}
+
+/// One update of weights.
+pub(crate) fn apply_update(
+    weights: &Tensor,
+    orthogonalized: &Tensor,
+    scale: f64,
+    lr: f64,
+    weight_decay: f64,
+) -> Result<(), Error> {
+    let update = Update {
+        weights,
+        orthogonalized,
+        scale,
+    };
+    apply_updates(&[update], lr, weight_decay)
 }

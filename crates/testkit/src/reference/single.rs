@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use polarshard_muon::{
-    Decision, Error, MatrixShape, adamw_update, apply_update, momentum_update, survey,
+    Decision, Error, MatrixShape, Update, adamw_update, apply_updates, momentum_update, survey,
 };
 
 use super::{Clipping, Settings};
@@ -178,13 +178,12 @@ impl Single {
             .zip(config.newton_schulz.orthogonalize_all(&updates)?)
         {
             let scale = config.scale.factor(job.shape.rows, job.shape.cols);
-            apply_update(
-                &job.weights,
-                &update.flatten_all()?,
+            let update = Update {
+                weights: &job.weights,
+                orthogonalized: &update,
                 scale,
-                config.lr,
-                config.weight_decay,
-            )?;
+            };
+            apply_updates(&[update], config.lr, config.weight_decay)?;
         }
         Ok(clipping)
     }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Tensor};
 use polarshard_comm::Pending;
 use polarshard_muon::{
-    AdamWConfig, Gradient, MuonConfig, adamw_update, apply_update, momentum_update,
+    AdamWConfig, Gradient, MuonConfig, Update, adamw_update, apply_updates, momentum_update,
 };
 use polarshard_partition::{ExchangeKind, Matrix, MatrixId, ParamId, Rank};
 
@@ -119,7 +119,7 @@ impl Shard {
                 .iter()
                 .filter(|slice| self.full_momentum.contains_key(&slice.param))
             {
-                let gradient = reduced.slice(slice)?;
+                let gradient = reduced.slice(slice)?.to_dtype(wholes.dtype())?;
                 wholes.put(slice.param, slice.span.start, gradient);
             }
             let in_flight = self.send(ExchangeKind::Gradients, channel, &wholes)?;
@@ -173,6 +173,7 @@ impl Shard {
         muon: &MuonConfig,
         which: impl Fn(MatrixId) -> bool,
     ) -> Result<()> {
+        let mut parts = Vec::new();
         for slice in &self.owned {
             let Some(matrix) = slice.matrix.filter(|matrix| which(*matrix)) else {
                 continue;
@@ -183,9 +184,14 @@ impl Shard {
             let (_, matrix) = self.plan().params().matrix(matrix);
             let weights = flat::view(&self.masters[slice.block.index()], slice.in_shard())?;
             let result = results.read(slice.param, slice.span)?;
-            let scale = muon.scale.factor(matrix.rows, matrix.cols);
-            apply_update(&weights, &result, scale, muon.lr, muon.weight_decay)?;
+            parts.push((weights, result, muon.scale.factor(matrix.rows, matrix.cols)));
         }
+        let updates = parts.iter().map(|(weights, orthogonalized, scale)| Update {
+            weights,
+            orthogonalized,
+            scale: *scale,
+        });
+        apply_updates(&updates.collect::<Vec<_>>(), muon.lr, muon.weight_decay)?;
         Ok(())
     }
 

@@ -1,10 +1,11 @@
 use candle_core::{DType, Device, Tensor};
 use polarshard_muon::{
-    AdamWConfig, Gradient, accumulate, adamw_update, apply_update, copy, copy_all, momentum_update,
+    AdamWConfig, Gradient, Update, accumulate, adamw_update, apply_updates, copy, copy_all,
+    momentum_update,
 };
 
 use super::{Table, device};
-use crate::tensors::{bits, gaussian};
+use crate::tensors::{apply_update, bits, gaussian};
 
 /// On both sides of the blocks of 1024 elements, and more than one wave of them.
 const LENGTHS: [usize; 8] = [1, 3, 255, 1023, 1024, 1025, 100_003, 3_000_001];
@@ -80,34 +81,32 @@ fn steps_have_the_bits_of_the_cpu() {
     let mut table = Table::new("element-wise steps, CUDA against CPU");
     for len in LENGTHS {
         let operands: Vec<_> = (0..4).map(|seed| wild(len, seed)).collect();
-        for nesterov in [true, false] {
-            compare(
-                &mut table,
-                &format!("momentum, nesterov {nesterov}"),
-                &operands[..2],
-                &|x| {
+        let config = AdamWConfig {
+            weight_decay: 0.1,
+            ..AdamWConfig::default()
+        };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let values = operands[1].clamp(-6e4f32, 6e4f32).unwrap();
+            let values = values.to_dtype(dtype).unwrap();
+            for nesterov in [true, false] {
+                let operands = [operands[0].clone(), values.clone()];
+                let step = format!("momentum {dtype:?}, nesterov {nesterov}");
+                compare(&mut table, &step, &operands, &|x| {
                     let gradient = Gradient {
                         values: &x[1],
                         mean: 1.0 / 3.0,
                         clip: 0.7,
                     };
                     Some(momentum_update(&x[0], gradient, 0.95, nesterov).unwrap())
-                },
-            );
-        }
-        let config = AdamWConfig {
-            weight_decay: 0.1,
-            ..AdamWConfig::default()
-        };
-        let mut moments = operands.clone();
-        moments[2] = moments[2].abs().unwrap();
-        compare(&mut table, "adamw", &moments, &|x| {
-            adamw_update(&x[0], &x[1], &x[2], &x[3], 3, &config).unwrap();
-            None
-        });
-        for dtype in [DType::F32, DType::F16, DType::BF16] {
-            let values = operands[1].clamp(-6e4f32, 6e4f32).unwrap();
-            let values = values.to_dtype(dtype).unwrap();
+                });
+            }
+            let mut moments = operands.clone();
+            moments[2] = moments[2].abs().unwrap();
+            moments[3] = values.clone();
+            compare(&mut table, &format!("adamw {dtype:?}"), &moments, &|x| {
+                adamw_update(&x[0], &x[1], &x[2], &x[3], 3, &config).unwrap();
+                None
+            });
             let operands = [operands[0].clone(), values];
             compare(&mut table, &format!("apply {dtype:?}"), &operands, &|x| {
                 apply_update(&x[0], &x[1], 1.3, 0.02, 0.1).unwrap();
@@ -171,6 +170,39 @@ fn many_copies_have_the_bits_of_the_cpu() {
             .collect();
         copy_all(&pairs).unwrap();
         buffers.iter().map(bits).collect::<Vec<_>>()
+    };
+    assert_eq!(run(&device()), run(&Device::Cpu));
+}
+
+/// More than a launch takes, in turns of one dtype and of another.
+#[test]
+#[ignore = "needs a GPU"]
+fn many_updates_have_the_bits_of_the_cpu() {
+    let run = |device: &Device| {
+        let tensor = |seed: usize, len: usize| gaussian(&[len], seed as u64);
+        let operands: Vec<_> = (0..300)
+            .map(|index| {
+                let len = 1 + index * index % 9000;
+                let dtype = [DType::F32, DType::BF16, DType::F16][index / 50 % 3];
+                let update = tensor(1000 + index, len).to_dtype(dtype).unwrap();
+                let [weights, update] =
+                    [tensor(index, len), update].map(|x| x.to_device(device).unwrap());
+                (weights, update)
+            })
+            .collect();
+        let updates = operands
+            .iter()
+            .enumerate()
+            .map(|(index, (weights, orthogonalized))| Update {
+                weights,
+                orthogonalized,
+                scale: index as f64 / 100.0,
+            });
+        apply_updates(&updates.collect::<Vec<_>>(), 0.02, 0.1).unwrap();
+        operands
+            .iter()
+            .map(|(weights, _)| bits(weights))
+            .collect::<Vec<_>>()
     };
     assert_eq!(run(&device()), run(&Device::Cpu));
 }
