@@ -50,8 +50,9 @@ pub struct Memory {
     pub momentum: Bytes,
     /// Both fp32 moments of its AdamW slices.
     pub moments: Bytes,
-    /// The fp32 reduced gradients: the parameters whose gradient it keeps whole, and the shards,
-    /// with their padding, in which it owns anything else.
+    /// The reduced gradients: the parameters whose gradient it keeps whole, and the shards, with
+    /// their padding, in which it owns anything else; in the wire's type, or in fp32 where it adds
+    /// those of several micro-batches.
     pub reduced_gradients: Bytes,
     /// Stage 1 with several micro-batches: an fp32 accumulator for each bucket, with its padding.
     pub unreduced_gradients: Bytes,
@@ -119,7 +120,7 @@ impl Plan {
             masters: f32(blocks.map(|block| block.shard_len).sum()),
             momentum: f32(momentum),
             moments: f32(2 * self.own(rank, UpdateGroup::AdamW, &[])),
-            reduced_gradients: f32(self.reduced(rank)),
+            reduced_gradients: self.reduced(rank, terms),
             unreduced_gradients: f32(unreduced),
             buckets: self.wire_buffers(terms),
             exchange: self.exchange_buffer(rank, terms),
@@ -137,23 +138,31 @@ impl Plan {
             .sum()
     }
 
-    /// Elements in which a rank keeps reduced gradients.
-    fn reduced(&self, rank: Rank) -> usize {
+    /// Bytes in which a rank keeps reduced gradients.
+    fn reduced(&self, rank: Rank, terms: &Terms) -> Bytes {
+        let layout = self.layout();
+        let bytes = |elems, space| Bytes::of(elems, self.reduced_wire(space, terms));
         let whole = self.replicas(rank);
+        let wholes = whole.iter().filter_map(|id| {
+            let bucket = layout.bucket_of(*id)?;
+            let elems = self.params().get(*id).elems();
+            Some(bytes(elems, layout.bucket(bucket).space))
+        });
         if self.route() == Route::AllReduce {
-            return self.elems(&whole);
+            return wholes.sum();
         }
-        let slices = self.layout().rank_slices(rank);
+        let slices = layout.rank_slices(rank);
         let mut blocks: Vec<_> = slices
             .filter(|slice| whole.binary_search(&slice.param).is_err())
             .map(|slice| slice.block)
             .collect();
         // They come by block.
         blocks.dedup();
-        let shards = blocks
-            .into_iter()
-            .map(|id| self.layout().block(id).shard_len);
-        self.elems(&whole) + shards.sum::<usize>()
+        let shards = blocks.into_iter().map(|id| {
+            let block = layout.block(id);
+            bytes(block.shard_len, block.space)
+        });
+        wholes.chain(shards).sum()
     }
 
     fn elems(&self, params: &[ParamId]) -> usize {

@@ -24,6 +24,16 @@ pub struct Terms {
     pub overlap: bool,
 }
 
+impl Terms {
+    /// How often a step reduces each bucket.
+    pub(crate) const fn reductions(&self) -> usize {
+        match self.stage {
+            Stage::One => 1,
+            Stage::Two => self.accumulate.get(),
+        }
+    }
+}
+
 /// What one optimizer step costs one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Prediction {
@@ -53,10 +63,7 @@ impl Plan {
 
     /// The calls before the exchanges, on every rank: gradients and the control sum.
     pub(crate) fn reductions(&self, terms: &Terms) -> Vec<Call> {
-        let times = match terms.stage {
-            Stage::One => 1,
-            Stage::Two => terms.accumulate.get(),
-        };
+        let times = terms.reductions();
         let buckets = self.layout().buckets().iter().zip(self.buckets());
         let once: Vec<_> = buckets
             .flat_map(|(bucket, plan)| {
@@ -109,6 +116,16 @@ impl Plan {
                 root: None,
             })
         })
+    }
+
+    /// The element type in which a rank keeps the reduced gradients of a flat space: the wire's,
+    /// or fp32 where it adds those of several micro-batches.
+    pub fn reduced_wire(&self, space: SpaceId, terms: &Terms) -> Wire {
+        if terms.reductions() > 1 {
+            Wire::F32
+        } else {
+            self.gradient_wire(space, terms)
+        }
     }
 
     /// The element type in which the gradients of a flat space travel.

@@ -76,6 +76,11 @@ pub(crate) fn one_dimensional(values: &Tensor) -> Result<Tensor> {
     values.detach().contiguous()?.flatten_all()
 }
 
+/// Bytes of the elements.
+pub(crate) fn bytes(flat: &Tensor) -> usize {
+    flat.elem_count() * flat.dtype().size_in_bytes()
+}
+
 /// The address of a tensor's storage: views and clones share it.
 pub(crate) fn address(tensor: &Tensor) -> usize {
     std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()

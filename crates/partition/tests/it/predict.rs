@@ -376,7 +376,7 @@ fn memory_of_a_worked_example() {
         masters: Bytes(22 * 4),
         momentum: Bytes(20 * 4),
         moments: Bytes(2 * 4 * 2),
-        reduced_gradients: Bytes(22 * 4),
+        reduced_gradients: Bytes(20 * 2 + 2 * 4),
         unreduced_gradients: Bytes(63 * 4),
         // a fills while b and c are reduced, in buffers that a fits in.
         buckets: Bytes(2 * 35 * 2 + 4 * 4),
@@ -394,7 +394,7 @@ fn memory_of_a_worked_example() {
         memory(Route::ReduceToOwner, Policy::CopyToOwners, 1),
         Memory {
             momentum: Bytes((35 + 15) * 4),
-            reduced_gradients: Bytes((35 + 15 + 2) * 4),
+            reduced_gradients: Bytes((35 + 15) * 2 + 2 * 4),
             exchange: Bytes(0),
             ..shards
         }
@@ -409,7 +409,7 @@ fn memory_of_a_worked_example() {
     assert_eq!(
         memory(Route::AllReduce, Policy::ExchangeUpdate, 1),
         Memory {
-            reduced_gradients: Bytes(63 * 4),
+            reduced_gradients: Bytes(59 * 2 + 4 * 4),
             ..shards
         }
     );
@@ -419,7 +419,7 @@ fn memory_of_a_worked_example() {
         Memory {
             momentum: Bytes((15 + 9) * 4),
             moments: Bytes(0),
-            reduced_gradients: Bytes((15 + 20) * 4),
+            reduced_gradients: Bytes((15 + 20) * 2),
             exchange: Bytes(0),
             ..shards
         }
@@ -427,10 +427,10 @@ fn memory_of_a_worked_example() {
     let total = shards.total();
     assert_eq!(
         total,
-        Bytes(134 + 88 + 80 + 16 + 88 + 252 + 156 + 200 + 180)
+        Bytes(134 + 88 + 80 + 16 + 48 + 252 + 156 + 200 + 180)
     );
-    assert_eq!(total.to_string(), "1194 bytes");
-    // Stage 2 accumulates shards.
+    assert_eq!(total.to_string(), "1154 bytes");
+    // Stage 2 accumulates shards, in fp32.
     let stage_two = Terms {
         stage: Stage::Two,
         ..terms
@@ -444,6 +444,7 @@ fn memory_of_a_worked_example() {
     assert_eq!(
         plan.predict(Rank(1), &stage_two).memory,
         Memory {
+            reduced_gradients: Bytes(22 * 4),
             unreduced_gradients: Bytes(0),
             ..shards
         }

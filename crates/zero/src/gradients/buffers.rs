@@ -55,7 +55,7 @@ impl Buffers {
     /// What it holds while none is in use.
     #[cfg(test)]
     pub(crate) fn free_bytes(&self) -> usize {
-        self.free.values().flatten().map(bytes).sum()
+        self.free.values().flatten().map(flat::bytes).sum()
     }
 }
 
@@ -71,10 +71,6 @@ pub(crate) struct Buffer {
 impl Buffer {
     /// What it holds, used or not.
     pub(crate) fn bytes(&self) -> usize {
-        bytes(&self.whole)
+        flat::bytes(&self.whole)
     }
-}
-
-fn bytes(whole: &Tensor) -> usize {
-    whole.elem_count() * whole.dtype().size_in_bytes()
 }

@@ -1,11 +1,12 @@
-//! What a rank keeps of the reduced gradients until the boundary: its shards, or whole parameters, in fp32.
+//! What a rank keeps of the reduced gradients until the boundary: its shards, or whole parameters; as they come, or summed
+//! in fp32 where those of several micro-batches come.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
-use polarshard_partition::{BlockId, Kept, ParamId, Place, Plan, Rank, Span};
+use candle_core::{Device, Tensor};
+use polarshard_partition::{BlockId, Kept, ParamId, Place, Plan, Rank, Span, Terms};
 
+use crate::dtypes;
 use crate::error::Result;
 use crate::flat::{self, Write};
 use crate::step::{OwnedSlice, Section};
@@ -21,25 +22,28 @@ pub(crate) struct Reduced {
 }
 
 impl Reduced {
-    pub(crate) fn new(plan: &Arc<Plan>, rank: Rank, device: &Device) -> Result<Self> {
-        let kept: Vec<_> = plan
-            .layout()
+    pub(crate) fn new(plan: &Plan, rank: Rank, terms: &Terms, device: &Device) -> Result<Self> {
+        let layout = plan.layout();
+        let kept: Vec<_> = layout
             .bucket_ids()
             .map(|bucket| plan.kept(bucket, rank))
             .collect();
         let mut shards = BTreeMap::new();
         let mut wholes = BTreeMap::new();
-        for place in kept.iter().flatten().map(|kept| kept.into) {
-            match place {
-                Place::Shard { block, .. } if !shards.contains_key(&block) => {
-                    let len = plan.layout().block(block).shard_len;
-                    shards.insert(block, flat::zeros(len, DType::F32, device)?);
+        for (bucket, kept) in layout.buckets().iter().zip(&kept) {
+            let dtype = dtypes::dtype(plan.reduced_wire(bucket.space, terms));
+            for place in kept.iter().map(|kept| kept.into) {
+                match place {
+                    Place::Shard { block, .. } if !shards.contains_key(&block) => {
+                        let len = layout.block(block).shard_len;
+                        shards.insert(block, flat::zeros(len, dtype, device)?);
+                    }
+                    Place::Whole { param, .. } if !wholes.contains_key(&param) => {
+                        let len = plan.params().get(param).elems();
+                        wholes.insert(param, flat::zeros(len, dtype, device)?);
+                    }
+                    _ => {}
                 }
-                Place::Whole { param, .. } if !wholes.contains_key(&param) => {
-                    let len = plan.params().get(param).elems();
-                    wholes.insert(param, flat::zeros(len, DType::F32, device)?);
-                }
-                _ => {}
             }
         }
         Ok(Self {
@@ -108,12 +112,9 @@ impl Reduced {
         self.begun.fill(false);
     }
 
-    /// Elements held.
-    pub(crate) fn elems(&self) -> usize {
-        self.shards
-            .values()
-            .chain(self.wholes.values())
-            .map(Tensor::elem_count)
-            .sum()
+    /// Bytes held.
+    pub(crate) fn bytes(&self) -> usize {
+        let held = self.shards.values().chain(self.wholes.values());
+        held.map(flat::bytes).sum()
     }
 }

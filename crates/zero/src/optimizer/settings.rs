@@ -108,7 +108,7 @@ impl ZeroOptimizer {
 
     /// Bytes that this rank keeps from step to step, counted from the tensors.
     pub fn memory(&self) -> MemoryUse {
-        let reduced = self.inbox.intake().reduced.elems() * size_of::<f32>();
+        let reduced = self.inbox.intake().reduced.bytes();
         self.stepper.shard.memory(reduced)
     }
 }

@@ -23,7 +23,7 @@ use crate::config::is_usable;
 use crate::dtypes;
 use crate::error::{Error, Result};
 use crate::flat;
-use crate::setup::Setup;
+use crate::setup::{Setup, terms};
 use crate::weights::Weight;
 
 /// Takes in the gradients of one step.
@@ -59,9 +59,10 @@ impl Intake {
     pub(crate) fn new(channel: Channel, setup: &Setup, weights: Arc<Vec<Weight>>) -> Result<Self> {
         let (plan, config) = (Arc::clone(&setup.plan), &setup.config);
         let lanes = lanes(&plan, config.gradient_wire.and_then(dtypes::wire));
+        let terms = terms(plan.params(), channel.world(), config, &setup.device);
         let uses = lanes.iter().map(|lane| (lane.space, lane.wire, lane.len));
         Ok(Self {
-            reduced: Reduced::new(&plan, channel.rank(), &setup.device)?,
+            reduced: Reduced::new(&plan, channel.rank(), &terms, &setup.device)?,
             held: Held::new(held::bound(&lanes, &weights)),
             stage: config.stage,
             accumulate: config.accumulate.get(),
@@ -208,7 +209,7 @@ impl Intake {
         };
         let is_kept = gradient.is_contiguous();
         let gradient = flat::one_dimensional(gradient)?;
-        let bytes = gradient.elem_count() * gradient.dtype().size_in_bytes();
+        let bytes = flat::bytes(&gradient);
         self.held.add(bytes);
         let placed = self.place_at(home, &gradient);
         // A copy of ours goes before the next one comes.

@@ -134,8 +134,13 @@ fn what_is_held_of_gradients_was_predicted() -> Result<()> {
                 }
                 let locals = intake.locals.iter().flatten().map(Tensor::elem_count);
                 let locals = locals.sum::<usize>() * size_of::<f32>();
-                let held = [intake.buffers.free_bytes(), locals].map(|bytes| bytes as u64);
-                let predicted = [predicted.buckets.0, predicted.unreduced_gradients.0];
+                let held = [intake.buffers.free_bytes(), locals, intake.reduced.bytes()];
+                let held = held.map(|bytes| bytes as u64);
+                let predicted = [
+                    predicted.buckets.0,
+                    predicted.unreduced_gradients.0,
+                    predicted.reduced_gradients.0,
+                ];
                 Ok::<_, Error>((held, predicted))
             });
             for outcome in held {
