@@ -16,7 +16,7 @@ struct Findings {
 };
 
 // The findings of all threads, in thread 0.
-__device__ Findings join_block(Findings f) {
+__device__ __forceinline__ Findings join_block(Findings f) {
     __shared__ Findings warps[WARPS];
     for (u32 away = 16; away > 0; away /= 2) {
         f.join({__shfl_down_sync(~0u, f.squares, away), __shfl_down_sync(~0u, f.non_finite, away),
@@ -30,34 +30,56 @@ __device__ Findings join_block(Findings f) {
     return f;
 }
 
-__device__ __forceinline__ double to_f64(double x) { return x; }
-template <class T> __device__ __forceinline__ double to_f64(T x) { return to_f32(x); }
-
-// Threads go over groups of neighbours, read in one access or not: the order of the sum does not depend on that.
-template <class T> __device__ __forceinline__ Findings scan(const Addresses& addresses, const Chunk& chunk) {
-    constexpr u32 N = 4;
-    const T* __restrict__ x = chunk.of<T>(addresses);
-    double squares = 0.0, largest = 0.0;
+// What one thread finds. Counts and the largest magnitude are exact in the tensor's own type, where they cost less.
+template <class T> struct Tally {
+    double squares = 0.0;
+    T largest = 0;
     u32 non_finite = 0, non_zero = 0;
-    const auto take = [&](T element) {
-        const double value = to_f64(element);
+
+    __device__ __forceinline__ void take(T x) {
+        const double value = x;
         squares += value * value;
-        largest = fmax(largest, fabs(value));
-        non_finite += !isfinite(value);
-        non_zero += value != 0.0;
-    };
-    const bool is_wide = is_aligned<N>(x);
-#pragma unroll 4
-    for (u32 i = threadIdx.x * N; i < chunk.n; i += THREADS * N) {
-        if (is_wide && i + N <= chunk.n) {
-            const auto group = load<N>(x, i);
-#pragma unroll
-            for (u32 k = 0; k < N; ++k) take(group.of[k]);
-        } else {
-            for (u32 k = i; k < min(i + N, chunk.n); ++k) take(x[k]);
-        }
+        largest = max(largest, abs(x));
+        non_finite += !isfinite(x);
+        non_zero += x != 0;
     }
-    return {squares, static_cast<double>(non_finite), static_cast<double>(non_zero), largest};
+};
+
+__device__ __forceinline__ double widened(double x) { return x; }
+template <class T> __device__ __forceinline__ float widened(T x) { return to_f32(x); }
+
+// Elements of a thread at once.
+constexpr u32 GROUP = 8;
+
+// Threads go over groups of neighbours: the order of the sum does not depend on how `group_at` reads them.
+template <class T, class F> __device__ __forceinline__ void take_groups(Tally<T>& found, u32 groups, F group_at) {
+#pragma unroll 2
+    for (u32 group = threadIdx.x; group < groups; group += THREADS) {
+        const auto elements = group_at(group * GROUP);
+#pragma unroll
+        for (u32 k = 0; k < GROUP; ++k) found.take(widened(elements.of[k]));
+    }
+}
+
+template <class T> __device__ __forceinline__ Findings scan(const Addresses& addresses, const Chunk& chunk) {
+    const T* __restrict__ x = chunk.of<T>(addresses);
+    Tally<decltype(widened(T()))> found;
+    const u32 groups = chunk.n / GROUP;
+    if (is_aligned<GROUP>(x)) {
+        take_groups(found, groups, [&](u32 i) { return load<GROUP>(x, i); });
+    } else {
+        take_groups(found, groups, [&](u32 i) {
+            Pack<T, GROUP> elements;
+#pragma unroll
+            for (u32 k = 0; k < GROUP; ++k) elements.of[k] = x[i + k];
+            return elements;
+        });
+    }
+    if (threadIdx.x == groups % THREADS) {
+        for (u32 i = groups * GROUP; i < chunk.n; ++i) found.take(widened(x[i]));
+    }
+    return {found.squares, static_cast<double>(found.non_finite), static_cast<double>(found.non_zero),
+            static_cast<double>(found.largest)};
 }
 
 // A block surveys one chunk of one tensor.
