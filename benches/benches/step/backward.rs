@@ -105,7 +105,7 @@ impl Trainer {
         let network = model.on_store(&store, device)?;
         let config = Config {
             overlap,
-            ..config()
+            ..config(model)
         };
         let optimizer = store.optimizer(Box::new(comm.clone()), config)?;
         let mut trainer = Self { network, optimizer };

@@ -15,7 +15,7 @@ const PRODUCTS: usize = 24;
 
 /// Prints what is shown.
 pub(crate) fn measure(comm: &mut Timed, model: &Model, device: &Device) -> Result<()> {
-    let mut job = Job::new(comm, model, config(), device)?;
+    let mut job = Job::new(comm, model, config(model), device)?;
     host_runs_ahead(comm, &mut job, device)?;
     memory_is_constant(comm, &mut job, device)?;
     job.optimizer.verify_replicas()?;

@@ -68,7 +68,10 @@ pub(crate) fn measure(comm: &mut Timed, model: &Model, device: &Device) -> Resul
     print_head(comm, model, link);
     let before = used(device)?;
     for stage in Stage::ALL {
-        let config = Config { stage, ..config() };
+        let config = Config {
+            stage,
+            ..config(model)
+        };
         let mut job = Job::new(comm, model, config, device)?;
         for _ in 0..WARM {
             job.step(comm)?;
@@ -218,7 +221,7 @@ fn planned(job: &Job, link: f64) -> Result<f64> {
     let all = plan_best(
         params,
         world,
-        config().bucket_size,
+        plan.layout().bucket_size(),
         &job.optimizer.terms(),
         &costs,
     )?;

@@ -97,8 +97,11 @@ fn rank(launch: &Launch, model: &Model) -> Result<()> {
 }
 
 /// The settings that are measured: the defaults, at rates at which nothing diverges on one batch.
-fn config() -> Config {
-    let mut config = Config::default();
+fn config(model: &Model) -> Config {
+    let mut config = Config {
+        bucket_size: model.bucket_size,
+        ..Config::default()
+    };
     (config.muon.lr, config.adamw.lr) = (1e-4, 1e-6);
     // Drawn on each device, and compared nowhere.
     config.broadcast_from = Some(polarshard_partition::Rank(0));

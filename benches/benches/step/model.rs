@@ -1,5 +1,7 @@
 //! The models of the bench: transformer blocks without attention, in bf16.
 
+use std::num::NonZeroUsize;
+
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::{Init, VarBuilder, VarMap};
 use polarshard_zero::ParamStore;
@@ -15,6 +17,8 @@ pub(crate) struct Model {
     layers: usize,
     width: usize,
     floor_and_bar: [(f64, f64); 2],
+    /// Elements of a bucket: larger ones take longer to fill, but send faster and split fewer matrices.
+    pub(crate) bucket_size: NonZeroUsize,
 }
 
 pub(crate) const MODELS: [Model; 3] = [
@@ -23,18 +27,21 @@ pub(crate) const MODELS: [Model; 3] = [
         layers: 12,
         width: 768,
         floor_and_bar: [(2.0, 3.5), (2.0, 3.0)],
+        bucket_size: NonZeroUsize::new(25_000_000).unwrap(),
     },
     Model {
         name: "350M",
         layers: 24,
         width: 1024,
         floor_and_bar: [(7.0, 10.5), (6.5, 8.0)],
+        bucket_size: NonZeroUsize::new(50_000_000).unwrap(),
     },
     Model {
         name: "1.3B",
         layers: 24,
         width: 2048,
         floor_and_bar: [(44.0, 58.0), (35.0, 38.0)],
+        bucket_size: NonZeroUsize::new(100_000_000).unwrap(),
     },
 ];
 
