@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 use std::sync::OnceLock;
 
-use crate::lpt::Loads;
 use crate::slices::starts;
+use crate::turns::Turns;
 use crate::{Layout, MatrixId, Params, Placement, Plan, Policy, Rank};
 
 /// Which rank orthogonalizes which matrix.
@@ -97,9 +97,9 @@ impl Plan {
     }
 }
 
-/// Longest-processing-time over the whole model: to the least loaded rank; of several, to the one
-/// that owns most of the matrix; of several, to the lowest. Under `Whole` an unsplit matrix is its
-/// owner's, before all others.
+/// Longest-processing-time over the whole model, each matrix to the least loaded rank. Which of several
+/// matrices of one cost a rank gets changes no load: it gets those that it owns most of, so that little
+/// of them travels. Under `Whole` an unsplit matrix is its owner's, before all others.
 fn assign(params: &Params, layout: &Layout) -> Vec<Rank> {
     let mut owners = vec![Rank(0); params.matrices().len()];
     let mut loads = vec![0u64; layout.world().get()];
@@ -115,18 +115,48 @@ fn assign(params: &Params, layout: &Layout) -> Vec<Rank> {
         }
     }
     free.sort_unstable();
-    let mut loads = Loads::new(&loads);
-    for (Reverse(cost), id) in free {
-        let (param, matrix) = params.matrix(id);
-        let (load, least) = loads.least();
-        let tied = layout
-            .slices_within(param, matrix.span)
-            .filter(|slice| loads.load(slice.rank) == load);
-        let rank = tied
-            .max_by_key(|slice| (slice.span.len(), Reverse(slice.rank)))
-            .map_or(least, |slice| slice.rank);
-        owners[id.index()] = rank;
-        loads.add(rank, cost);
+    let mut turns = Turns::new(&loads);
+    for alike in free.chunk_by(|(a, _), (b, _)| a == b) {
+        let Reverse(cost) = alike[0].0;
+        turns.deal(alike.len(), cost);
+        let mut parts: Vec<_> = alike
+            .iter()
+            .flat_map(|(_, id)| largest_parts(params, layout, *id))
+            .collect();
+        parts.sort_unstable();
+        let mut taken = vec![false; alike.len()];
+        let first = |id: MatrixId| alike.partition_point(|(_, other)| *other < id);
+        for (_, id, rank) in parts {
+            let index = first(id);
+            if !taken[index] && turns.take(rank) {
+                owners[id.index()] = rank;
+                taken[index] = true;
+            }
+        }
+        let mut left = turns.end();
+        for ((_, id), _) in alike.iter().zip(taken).filter(|(_, taken)| !taken) {
+            owners[id.index()] = left.next().expect("a turn for each matrix");
+        }
     }
     owners
+}
+
+/// The two largest parts of a matrix, as they are compared: a matrix in more than two is nowhere at home.
+fn largest_parts(
+    params: &Params,
+    layout: &Layout,
+    id: MatrixId,
+) -> impl Iterator<Item = (Reverse<usize>, MatrixId, Rank)> {
+    let (param, matrix) = params.matrix(id);
+    let mut largest = [None; 2];
+    for slice in layout.slices_within(param, matrix.span) {
+        let part = Some((slice.span.len(), Reverse(slice.rank)));
+        if part > largest[0] {
+            largest = [part, largest[0]];
+        } else if part > largest[1] {
+            largest[1] = part;
+        }
+    }
+    let parts = largest.into_iter().flatten();
+    parts.map(move |(len, Reverse(rank))| (Reverse(len), id, rank))
 }

@@ -35,6 +35,7 @@ mod span;
 pub mod strategies;
 mod tiling;
 mod traffic;
+mod turns;
 mod whole;
 
 pub use block::{Block, BlockId, Run, Source, Space, SpaceId};

@@ -42,8 +42,13 @@ impl Loads {
 
     /// Gives a rank a job.
     pub(crate) fn add(&mut self, rank: Rank, cost: u64) {
+        self.set(rank, self.load(rank).saturating_add(cost));
+    }
+
+    /// Gives a rank other jobs.
+    pub(crate) fn set(&mut self, rank: Rank, load: u64) {
         let mut index = self.nodes.len() / 2 + rank.0;
-        self.nodes[index] = node(self.load(rank).saturating_add(cost), rank);
+        self.nodes[index] = node(load, rank);
         while index > 1 {
             index /= 2;
             self.nodes[index] = self.nodes[2 * index].min(self.nodes[2 * index + 1]);

@@ -4,8 +4,8 @@ use std::cmp::Reverse;
 use std::num::NonZeroUsize;
 
 use polarshard_partition::{
-    Layout, Matrix, MatrixId, Param, Params, Placement, Plan, Policy, Rank, Route, Span, Wire,
-    WorldSize, strategies,
+    ExchangeKind, Layout, Matrix, MatrixId, Param, Params, Placement, Plan, Policy, Rank, Route,
+    Span, Wire, WorldSize, strategies,
 };
 use proptest::prelude::*;
 
@@ -125,31 +125,63 @@ proptest! {
         }
     }
 
-    /// Costliest first, each to the least loaded rank; of several, to the one with most of it.
+    /// Ranks are loaded as if each matrix, costliest first, went to the least loaded one. Where a matrix is not computed by
+    /// the rank that owns most of it, those of its cost that this rank computes are no less at home there.
     #[test]
     fn matrices_are_assigned_by_the_rule((params, layout) in strategies::layout()) {
         let plan = Plan::new(&params, layout, Route::ReduceScatter, Policy::AssignOwner);
         let layout = plan.layout();
-        let mut loads = vec![0; layout.world().get()];
+        let mut expected = vec![0; layout.world().get()];
         let mut free = Vec::new();
         for (id, ..) in params.matrices() {
             let cost = params.matrix(id).1.cost;
             let owners: Vec<_> = layout.matrix_owners(&params, id).iter().collect();
             if layout.placement() == Placement::Whole && owners.len() == 1 {
                 prop_assert_eq!(plan.compute_owner(id), Some(owners[0]));
-                loads[owners[0].0] += cost;
+                expected[owners[0].0] += cost;
             } else {
                 free.push((Reverse(cost), id));
             }
         }
         free.sort();
-        for (Reverse(cost), id) in free {
-            let slices = layout.matrix_slices(&params, id);
-            let share = |rank| slices.iter().find(|slice| slice.rank == rank).map_or(0, |slice| slice.span.len());
-            let rank = layout.world().ranks().min_by_key(|rank| (loads[rank.0], Reverse(share(*rank)), *rank));
-            prop_assert_eq!(plan.compute_owner(id), rank);
-            loads[rank.unwrap().0] += cost;
+        for (Reverse(cost), _) in &free {
+            *expected.iter_mut().min().unwrap() += cost;
         }
+        let mut found = loads(&plan);
+        found.sort_unstable();
+        expected.sort_unstable();
+        prop_assert_eq!(found, expected);
+        let share = |id, rank| {
+            let slices = layout.matrix_slices(&params, id);
+            slices.iter().find(|slice| slice.rank == rank).map_or(0, |slice| slice.span.len())
+        };
+        for (cost, id) in &free {
+            let home = layout.world().ranks().max_by_key(|rank| (share(*id, *rank), Reverse(*rank))).unwrap();
+            let there = free.iter().filter(|(other, matrix)| other == cost && plan.compute_owner(*matrix) == Some(home));
+            if plan.compute_owner(*id) != Some(home) {
+                for (_, other) in there {
+                    prop_assert!(share(*other, home) >= share(*id, home), "{other:?} is computed on {home:?} and not {id:?}");
+                }
+            }
+        }
+    }
+}
+
+/// As good as all that travels is of matrices that a cut goes through. Without regard to homes it was 0.33, 0.50 and 0.41.
+#[test]
+fn on_few_ranks_little_of_a_model_travels() {
+    let params = models::gpt2_124m();
+    let elems: usize = params
+        .matrices()
+        .map(|(.., matrix)| matrix.span.len())
+        .sum();
+    for (world, most) in [(2, 0.02), (4, 0.12), (8, 0.23)] {
+        let plan = plan(&params, world, Placement::Striped, BUCKET);
+        let travels = |rank| plan.exchange(ExchangeKind::Updates, rank).sends;
+        let sent = plan.layout().world().ranks().flat_map(travels);
+        let sent: usize = sent.map(|parcel| parcel.span.len()).sum();
+        let share = sent as f64 / elems as f64;
+        assert!(share <= most, "{world} ranks: {share}");
     }
 }
 
