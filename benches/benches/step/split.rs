@@ -17,16 +17,14 @@ pub(crate) enum Phase {
     /// Momentum, and parcels packed.
     Momentum,
     Exchange,
-    /// Newton-Schulz, and its results packed.
+    /// AdamW, and Newton-Schulz with its results packed.
     NewtonSchulz,
-    /// Weights of both groups.
-    Update,
     Gather,
-    /// Masters into the staging buffer, and weights out of it.
-    Copies,
+    /// Masters of the group `muon`, all masters into the staging buffers, and weights out of these.
+    Update,
 }
 
-pub(crate) const PHASES: [(Phase, &str); 10] = [
+pub(crate) const PHASES: [(Phase, &str); 9] = [
     (Phase::HandIn, "hand-in"),
     (Phase::Reduction, "reduce"),
     (Phase::Survey, "survey"),
@@ -34,9 +32,8 @@ pub(crate) const PHASES: [(Phase, &str); 10] = [
     (Phase::Momentum, "momentum"),
     (Phase::Exchange, "exchange"),
     (Phase::NewtonSchulz, "newton"),
-    (Phase::Update, "update"),
     (Phase::Gather, "gather"),
-    (Phase::Copies, "copies"),
+    (Phase::Update, "update"),
 ];
 
 /// Milliseconds by phase.
@@ -102,10 +99,9 @@ fn after(at: At, before: Phase) -> Phase {
     match at {
         At::HandedIn => Phase::Survey,
         At::Waited(Class::Control) => Phase::Momentum,
-        // The first exchange is that of updates, the second that of results; both have work beside them.
+        // The first exchange is that of updates, with AdamW beside it; the second is that of results.
         At::Start(Class::Exchange) if before == Phase::Momentum => Phase::NewtonSchulz,
-        At::Start(Class::Exchange) => Phase::Update,
-        At::Start(Class::Weight) => Phase::Copies,
+        At::Start(Class::Exchange | Class::Weight) => Phase::Update,
         _ => before,
     }
 }

@@ -1,9 +1,7 @@
 //! Swaps of slices between ranks: one parcel for each pair of ranks that have something for one another.
 
-use std::collections::BTreeSet;
-
 use polarshard_comm::{Op, Pending, Request};
-use polarshard_partition::{Class, ExchangeKind, MatrixId, Plan, Rank, RankExchange, Span};
+use polarshard_partition::{Class, ExchangeKind, Plan, Rank, RankExchange, Span};
 
 use super::fragments::Fragments;
 use crate::channel::Channel;
@@ -12,27 +10,11 @@ use crate::flat::{self, Write};
 
 /// One rank's part in an exchange, the same in every step.
 #[derive(Debug)]
-pub(super) struct Exchange {
-    plan: RankExchange,
-    brings: BTreeSet<MatrixId>,
-}
+pub(super) struct Exchange(RankExchange);
 
 impl Exchange {
     pub(super) fn new(plan: &Plan, kind: ExchangeKind, rank: Rank) -> Self {
-        let exchange = plan.exchange(kind, rank);
-        let pieces = exchange.receives.iter().flat_map(|parcel| &parcel.pieces);
-        let matrices =
-            pieces.flat_map(|piece| plan.params().matrices_touching(piece.param, piece.span));
-        let brings = matrices.map(|(id, _)| id).collect();
-        Self {
-            plan: exchange,
-            brings,
-        }
-    }
-
-    /// Whether this rank receives a part of the matrix.
-    pub(super) fn brings(&self, matrix: MatrixId) -> bool {
-        self.brings.contains(&matrix)
+        Self(plan.exchange(kind, rank))
     }
 
     /// Sends this rank's parcels from `fragments`, in their dtype.
@@ -41,7 +23,7 @@ impl Exchange {
             len,
             sends,
             receives,
-        } = &self.plan;
+        } = &self.0;
         let buffer = flat::zeros(*len, fragments.dtype(), fragments.device())?;
         let pieces = sends.iter().flat_map(|parcel| &parcel.pieces);
         let packed = pieces.map(|piece| {
@@ -65,7 +47,7 @@ impl Exchange {
     /// Puts what comes into `fragments`.
     pub(super) fn receive(&self, in_flight: Pending, fragments: &mut Fragments) -> Result<()> {
         let buffer = in_flight.wait()?;
-        for piece in self.plan.receives.iter().flat_map(|parcel| &parcel.pieces) {
+        for piece in self.0.receives.iter().flat_map(|parcel| &parcel.pieces) {
             let span = Span::of_len(piece.at, piece.span.len());
             fragments.put(piece.param, piece.span.start, flat::view(&buffer, span)?);
         }

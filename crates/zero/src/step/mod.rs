@@ -12,7 +12,7 @@ mod update;
 use std::sync::Arc;
 
 use polarshard_muon::survey_all;
-use polarshard_partition::{DigestWriter, Params, Plan, WorldSize};
+use polarshard_partition::{BlockId, DigestWriter, Params, Plan, WorldSize};
 
 use crate::agreement;
 use crate::channel::Channel;
@@ -127,8 +127,23 @@ impl Stepper {
 
     /// Sends every rank's masters to all models.
     pub(crate) fn publish(&mut self, channel: &mut Channel) -> Result<()> {
-        self.publisher
-            .publish(channel, &self.plan, &self.shard.masters, &self.weights)
+        self.publish_finished(channel, |_, _| Ok(()))
+    }
+
+    fn publish_finished(
+        &mut self,
+        channel: &mut Channel,
+        finish: impl Fn(&Shard, BlockId) -> Result<()>,
+    ) -> Result<()> {
+        let Self {
+            shard,
+            publisher,
+            plan,
+            weights,
+        } = self;
+        publisher.publish(channel, plan, &shard.masters, weights, |block| {
+            finish(shard, block)
+        })
     }
 
     fn decide(&self, intake: &mut Intake, config: &Config, steps: u64) -> Result<Decision> {
@@ -150,7 +165,7 @@ impl Stepper {
         factors: &[Factors],
     ) -> Result<usize> {
         let (channel, reduced) = (&mut intake.channel, &intake.reduced);
-        let orthogonalized = self.shard.update(
+        let orthogonalized = self.shard.orthogonalized(
             channel,
             reduced,
             |param| factors[param.index()],
@@ -158,8 +173,10 @@ impl Stepper {
             &config.muon,
             &config.adamw,
         )?;
-        self.publish(channel)?;
-        Ok(orthogonalized)
+        self.publish_finished(channel, |shard, block| {
+            shard.apply(block, &orthogonalized, verdict, &config.muon)
+        })?;
+        Ok(orthogonalized.computed)
     }
 
     /// By parameter.

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use polarshard_comm::{Pending, Request};
-use polarshard_partition::{Block, Class, Plan, Span};
+use polarshard_partition::{Block, BlockId, Class, Plan, Span};
 
 use crate::channel::Channel;
 use crate::error::Result;
@@ -37,21 +37,24 @@ impl Publisher {
         }
     }
 
-    /// Gathers every rank's masters and copies them into the model.
+    /// Gathers every rank's masters and copies them into the model. Those of each block are finished by `finish` before
+    /// anything reads them, while those of the block before it travel.
     pub(crate) fn publish(
         &mut self,
         channel: &mut Channel,
         plan: &Plan,
         masters: &[Tensor],
         weights: &[Weight],
+        finish: impl Fn(BlockId) -> Result<()>,
     ) -> Result<()> {
         let world = channel.world().get();
         let mut gathering: Option<Gathering<'_>> = None;
         for (id, master) in plan.layout().block_ids().zip(masters) {
+            finish(id)?;
             let block = plan.layout().block(id);
             if world == 1 {
                 let all = Span::of_len(0, block.shard_len);
-                copy_out(block, world, all, master, weights)?;
+                copy_runs(block, world, all, master, weights)?;
             }
             let space = plan.layout().space(block.space);
             for window in plan.windows(id) {
@@ -66,14 +69,19 @@ impl Publisher {
                     in_flight: channel.start(request)?,
                 };
                 if let Some(before) = gathering.replace(started) {
-                    self.finish(before, world, weights)?;
+                    self.copy_out(before, world, weights)?;
                 }
             }
         }
-        gathering.map_or(Ok(()), |last| self.finish(last, world, weights))
+        gathering.map_or(Ok(()), |last| self.copy_out(last, world, weights))
     }
 
-    fn finish(&mut self, gathering: Gathering<'_>, world: usize, weights: &[Weight]) -> Result<()> {
+    fn copy_out(
+        &mut self,
+        gathering: Gathering<'_>,
+        world: usize,
+        weights: &[Weight],
+    ) -> Result<()> {
         let Gathering {
             block,
             window,
@@ -81,14 +89,14 @@ impl Publisher {
             in_flight,
         } = gathering;
         let gathered = in_flight.wait()?;
-        copy_out(block, world, window, &gathered, weights)?;
+        copy_runs(block, world, window, &gathered, weights)?;
         self.staging.give_back(staging);
         Ok(())
     }
 }
 
 /// Copies the runs of a window, which every rank has a part of in `gathered`, into the model's tensors.
-fn copy_out(
+fn copy_runs(
     block: &Block,
     world: usize,
     window: Span,
@@ -156,7 +164,7 @@ mod tests {
         let masters = masters.collect::<candle_core::Result<Vec<_>>>()?;
         let mut publisher = Publisher::new(plan, world.get(), device);
         for _ in 0..2 {
-            publisher.publish(&mut channel, plan, &masters, &weights)?;
+            publisher.publish(&mut channel, plan, &masters, &weights, |_| Ok(()))?;
         }
         Ok([publisher.staging.free_bytes() as u64, predicted])
     }

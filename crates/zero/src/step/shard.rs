@@ -20,6 +20,8 @@ pub(crate) struct Shard {
     plan: Arc<Plan>,
     device: Device,
     pub(crate) owned: Vec<OwnedSlice>,
+    /// Those of matrices, by block.
+    pub(super) matrices: Vec<Vec<OwnedSlice>>,
     /// By block.
     pub(crate) masters: Vec<Tensor>,
     /// By owned slice.
@@ -77,6 +79,10 @@ impl Shard {
             let values = flat::view(weights[slice.param.index()].values(), slice.span)?;
             flat::write(&masters[slice.block.index()], slice.at, &values)?;
         }
+        let mut matrices = vec![Vec::new(); masters.len()];
+        for slice in owned.iter().filter(|slice| slice.matrix.is_some()) {
+            matrices[slice.block.index()].push(*slice);
+        }
         let mut full_momentum = BTreeMap::new();
         for param in plan.full_momentum(rank) {
             let elems = plan.params().get(param).elems();
@@ -94,6 +100,7 @@ impl Shard {
             plan,
             device,
             owned,
+            matrices,
             masters,
             state,
             muon,

@@ -1,11 +1,11 @@
-//! The update of a rank's shard: momentum, whole matrices, their orthogonalization, and the weights.
+//! The update of a rank's shard: momentum, whole matrices, their orthogonalization, and the masters.
 
 use candle_core::{DType, Tensor};
 use polarshard_comm::Pending;
 use polarshard_muon::{
     AdamWConfig, Gradient, MuonConfig, Update, adamw_update, apply_updates, momentum_update,
 };
-use polarshard_partition::{ExchangeKind, Matrix, MatrixId, ParamId, Rank};
+use polarshard_partition::{BlockId, ExchangeKind, Matrix, ParamId, Rank};
 
 use super::decision::Verdict;
 use super::fragments::Fragments;
@@ -38,9 +38,17 @@ impl Factors {
     }
 }
 
+/// What is left to do when all matrices are orthogonalized: the part of the group `muon` in the masters.
+#[derive(Debug)]
+pub(super) struct Orthogonalized {
+    results: Fragments,
+    /// How many matrices this rank computed.
+    pub(super) computed: usize,
+}
+
 impl Shard {
-    /// Updates the masters from the reduced gradients. Returns how many matrices this rank orthogonalized.
-    pub(crate) fn update(
+    /// Updates the masters of the group `adamw` from the reduced gradients, and finds the updates of the others.
+    pub(super) fn orthogonalized(
         &mut self,
         channel: &mut Channel,
         reduced: &Reduced,
@@ -48,7 +56,7 @@ impl Shard {
         verdict: &Verdict,
         muon: &MuonConfig,
         adamw: &AdamWConfig,
-    ) -> Result<usize> {
+    ) -> Result<Orthogonalized> {
         let updates = self.momentum(channel, reduced, &factors, verdict, muon)?;
         let in_flight = self.send(ExchangeKind::Updates, channel, &updates)?;
         // Beside what travels: element-wise work shares a device with a collective. The kernels of a batch of matrices do
@@ -57,10 +65,11 @@ impl Shard {
         let jobs = self.jobs(channel.rank(), verdict);
         let mut results = self.orthogonalize(&jobs, updates, in_flight, muon)?;
         let in_flight = self.send(ExchangeKind::Results, channel, &results)?;
-        self.apply(&results, verdict, muon, |id| !self.comes_from_others(id))?;
         self.receive(ExchangeKind::Results, in_flight, &mut results)?;
-        self.apply(&results, verdict, muon, |id| self.comes_from_others(id))?;
-        Ok(jobs.len())
+        Ok(Orthogonalized {
+            results,
+            computed: jobs.len(),
+        })
     }
 
     /// Momentum on the slices of this rank, or on whole parameters: the updates before orthogonalization.
@@ -165,34 +174,35 @@ impl Shard {
         Ok(results)
     }
 
-    /// Updates the masters of those matrices whose results are there.
-    fn apply(
+    /// Updates the masters of a block's matrices.
+    pub(super) fn apply(
         &self,
-        results: &Fragments,
+        block: BlockId,
+        orthogonalized: &Orthogonalized,
         verdict: &Verdict,
         muon: &MuonConfig,
-        which: impl Fn(MatrixId) -> bool,
     ) -> Result<()> {
-        let mut parts = Vec::new();
-        for slice in &self.owned {
-            let Some(matrix) = slice.matrix.filter(|matrix| which(*matrix)) else {
-                continue;
-            };
-            if skipped(verdict, slice) {
-                continue;
-            }
-            let (_, matrix) = self.plan().params().matrix(matrix);
-            let weights = flat::view(&self.masters[slice.block.index()], slice.in_shard())?;
-            let result = results.read(slice.param, slice.span)?;
-            parts.push((weights, result, muon.scale.factor(matrix.rows, matrix.cols)));
-        }
+        let slices = self.matrices[block.index()].iter();
+        let parts = slices
+            .filter(|slice| !skipped(verdict, slice))
+            .map(|slice| {
+                let weights = flat::view(&self.masters[block.index()], slice.in_shard())?;
+                let result = orthogonalized.results.read(slice.param, slice.span)?;
+                let matrix = slice
+                    .matrix
+                    .map(|matrix| self.plan().params().matrix(matrix).1);
+                let scale =
+                    matrix.map_or(1.0, |matrix| muon.scale.factor(matrix.rows, matrix.cols));
+                Ok((weights, result, scale))
+            });
+        let parts = parts.collect::<Result<Vec<_>>>()?;
         let updates = parts.iter().map(|(weights, orthogonalized, scale)| Update {
             weights,
             orthogonalized,
             scale: *scale,
         });
-        apply_updates(&updates.collect::<Vec<_>>(), muon.lr, muon.weight_decay)?;
-        Ok(())
+        let updates: Vec<_> = updates.collect();
+        Ok(apply_updates(&updates, muon.lr, muon.weight_decay)?)
     }
 
     /// Starts an exchange, if it is one of the plan's.
@@ -219,12 +229,6 @@ impl Shard {
             (Some(exchange), Some(in_flight)) => exchange.receive(in_flight, fragments),
             _ => Ok(()),
         }
-    }
-
-    /// Whether a part of the matrix's result is received.
-    fn comes_from_others(&self, matrix: MatrixId) -> bool {
-        let exchange = self.exchanges.get(&ExchangeKind::Results);
-        exchange.is_some_and(|exchange| exchange.brings(matrix))
     }
 
     fn adamw(
