@@ -41,6 +41,38 @@ __device__ __forceinline__ const T* matrix_at(const Addresses& from, int index, 
   return reinterpret_cast<const T*>(address);
 }
 
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Eight elements, kept as they lie in memory until they are used, so that a thread has many loads
+// under way at once.
+template <class T>
+struct Vector {
+  static constexpr int kWords = kVector * sizeof(T) / 16;
+  union {
+    uint4 words[kWords];
+    T elements[kVector];
+  };
+
+  __device__ Vector() {}
+  __device__ __forceinline__ float operator[](int i) const { return to_float(elements[i]); }
+
+  // From an address that is a multiple of 16, or zeros: without a branch.
+  __device__ __forceinline__ void load(const T* from, bool is_there) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = make_uint4(0, 0, 0, 0);
+      if (is_there) words[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+  }
+  // From any address, zeros from the `count`-th on.
+  __device__ __forceinline__ void load_some(const T* from, int64_t count) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) elements[i] = i < count ? from[i] : T(0.0f);
+  }
+};
+
 // sum · 4^exponent
 struct Squares {
   int exponent;
@@ -67,19 +99,26 @@ __device__ __forceinline__ Squares operator+(Squares a, Squares b) {
   return {a.exponent, a.sum + times_power(b.sum, 2 * difference)};
 }
 
-template <int kCount>
-__device__ __forceinline__ Squares squares(const float (&x)[kCount]) {
+// Of all elements.
+template <class T, int kCount>
+__device__ __forceinline__ Squares squares(const Vector<T> (&vectors)[kCount]) {
   float largest = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) largest = fmaxf(largest, fabsf(x[i]));
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) largest = fmaxf(largest, fabsf(vectors[i][j]));
+  }
   // What is no number is not seen here, but stays in the sum.
   const int exponent = largest > 0 ? ilogbf(fminf(largest, FLT_MAX)) : 0;
   const float half = power_of_two(-exponent / 2), rest = power_of_two(-exponent - -exponent / 2);
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const float scaled = x[i] * half * rest;
-    sum = fmaf(scaled, scaled, sum);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const float scaled = vectors[i][j] * half * rest;
+      sum = fmaf(scaled, scaled, sum);
+    }
   }
   return {largest > 0 ? exponent : kNoExponent, isfinite(sum) ? sum : NAN};
 }
@@ -98,29 +137,6 @@ __device__ Squares sum_over_block(Squares mine) {
   return total;
 }
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-// Up to eight elements, zeros from the `count`-th on; `aligned` to 16 bytes where all eight are.
-template <class T>
-__device__ __forceinline__ void load_vector(float* x, const T* from, int64_t count,
-                                            bool aligned) {
-  if (aligned && count >= kVector) {
-    constexpr int kWords = kVector * sizeof(T) / 16;
-    alignas(16) T raw[kVector];
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(from)[i];
-    }
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = to_float(raw[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = i < count ? to_float(from[i]) : 0.0f;
-  }
-}
-
 // Grid: (parts of a matrix, at most 512 and chosen by its shape alone; matrices).
 template <class T>
 __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, int64_t elements,
@@ -137,12 +153,20 @@ __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, i
   }
   for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < elements;
        i += kMeasured * stride) {
-    float x[kMeasured * kVector];
+    Vector<T> vectors[kMeasured];
 #pragma unroll
     for (int j = 0; j < kMeasured; ++j) {
-      load_vector(x + j * kVector, matrix + i + j * stride, elements - i - j * stride, aligned);
+      const bool is_whole = elements - i - j * stride >= kVector;
+      vectors[j].load(matrix + i + j * stride, aligned && is_whole);
     }
-    mine = mine + squares(x);
+#pragma unroll
+    for (int j = 0; j < kMeasured; ++j) {
+      const int64_t count = elements - i - j * stride;
+      if (count > 0 && (!aligned || count < kVector)) {
+        vectors[j].load_some(matrix + i + j * stride, count);
+      }
+    }
+    mine = mine + squares(vectors);
   }
   const Squares total = sum_over_block(mine);
   if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
@@ -189,42 +213,49 @@ __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squa
   const int index = gridDim.y - 1 - blockIdx.y;
   bool aligned;
   const T* matrix = matrix_at<T>(from, index, &aligned);
-  aligned = aligned && cols % kVector == 0;
+  // Then rows follow each other without padding.
+  const bool whole = aligned && cols % kVector == 0;
   U* to = out + int64_t{index} * rows * pitch;
   const uint32_t vectors_of_row = pitch / kVector;
   const uint32_t vectors = rows * vectors_of_row;  // a matrix has less than 2^34 elements
   const uint32_t stride = gridDim.x * kThreads;
+  const uint32_t step = kInFlight * stride;
   uint32_t v = blockIdx.x * kThreads + threadIdx.x;
-  float x[kInFlight][kVector];
+  Vector<T> loaded[kInFlight];
   const auto load = [&] {
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      const uint32_t row = (v + j * stride) / vectors_of_row;
-      const int column = (v + j * stride - row * vectors_of_row) * kVector;
-      const int valid = row < rows ? cols - column : 0;
-      load_vector(x[j], matrix + int64_t{row} * cols + column, valid, aligned);
+      const uint32_t at = v + j * stride;
+      loaded[j].load(matrix + int64_t{at} * kVector, whole && at < vectors);
     }
   };
   load();  // `measure` lets this start once what went before it has ended, so the matrices are there
   wait_for_predecessors();
   launch_dependents();
   const Normalizer normalized(sum_of_parts(parts, parts_of_matrix, index));
-  while (v < vectors) {
+  while (true) {
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
+      const uint32_t at = v + j * stride;
+      if (at >= vectors) continue;
+      Vector<T>& x = loaded[j];
+      if (!whole) {
+        const uint32_t row = at / vectors_of_row;
+        const int column = (at - row * vectors_of_row) * kVector;
+        x.load_some(matrix + int64_t{row} * cols + column, cols - column);
+      }
       uint4 packed;
       uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
 #pragma unroll
       for (int i = 0; i < kVector / 2; ++i) {
-        pairs[i] = pack(normalized(x[j][2 * i]), normalized(x[j][2 * i + 1]), U{});
+        pairs[i] = pack(normalized(x[2 * i]), normalized(x[2 * i + 1]), U{});
       }
       // Rows follow each other as vectors do.
-      if (v + j * stride < vectors) {
-        *reinterpret_cast<uint4*>(to + int64_t{v + j * stride} * kVector) = packed;
-      }
+      *reinterpret_cast<uint4*>(to + int64_t{at} * kVector) = packed;
     }
-    v += kInFlight * stride;
-    if (v < vectors) load();
+    v += step;
+    if (v >= vectors) break;
+    load();
   }
 }
 
@@ -252,9 +283,14 @@ __device__ __forceinline__ void divide_transposed(const Addresses& from, U* out,
 #pragma unroll
     for (int v = threadIdx.x; v < kSide * kSide / kVector; v += kThreads) {
       const int r = v / (kSide / kVector), c = v % (kSide / kVector) * kVector;
-      float x[kVector];
-      load_vector(x, matrix + int64_t{row + r} * cols + column + c,
-                  row + r < rows ? cols - column - c : 0, aligned);
+      const T* at = matrix + int64_t{row + r} * cols + column + c;
+      const int count = row + r < rows ? cols - column - c : 0;
+      Vector<T> x;
+      if (aligned && count >= kVector) {
+        x.load(at, true);
+      } else {
+        x.load_some(at, count);
+      }
 #pragma unroll
       for (int i = 0; i < kVector; i += 2) {
         *reinterpret_cast<uint32_t*>(tile + r * kPitch + c + i) =
@@ -276,13 +312,14 @@ __device__ __forceinline__ void divide_transposed(const Addresses& from, U* out,
   }
 }
 
-__device__ __forceinline__ void store_vector(float* to, const float* x) {
+template <class T>
+__device__ __forceinline__ void store_vector(float* to, const Vector<T>& x) {
   reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
   reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-template <class U>
-__device__ __forceinline__ void store_vector(U* to, const float* x) {
+template <class T, class U>
+__device__ __forceinline__ void store_vector(U* to, const Vector<T>& x) {
   uint4 packed;
   uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
 #pragma unroll
@@ -305,8 +342,8 @@ __device__ __forceinline__ void unpad(const T* stack, U* out, int rows, int cols
   for (uint32_t v = blockIdx.x * kThreads + threadIdx.x; v < vectors; v += stride) {
     const uint32_t row = v / vectors_of_row;
     const int column = (v - row * vectors_of_row) * kVector;
-    float x[kVector];
-    load_vector(x, from + int64_t{v} * kVector, kVector, true);
+    Vector<T> x;
+    x.load(from + int64_t{v} * kVector, true);
     U* at = to + int64_t{row} * cols + column;
     if (aligned) {
       store_vector(at, x);
@@ -322,7 +359,7 @@ __device__ __forceinline__ void unpad(const T* stack, U* out, int rows, int cols
 }  // namespace
 
 #define MEASURE_KERNEL(name, type)                                                             \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                       \
+  extern "C" __global__ void __launch_bounds__(kThreads, sizeof(type) == 2 ? 3 : 2)            \
       name(const __grid_constant__ Addresses from, Squares* __restrict__ parts,                \
            int64_t elements, uint32_t* __restrict__ left, const uint32_t* __restrict__ all,    \
            int products) {                                                                     \
