@@ -147,10 +147,6 @@ __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, i
   Squares mine{kNoExponent, 0};
   wait_for_predecessors();
   launch_dependents();
-  if (blockIdx.x == 0) {
-    const int64_t of_matrix = int64_t{blockIdx.y} * products;
-    for (int i = threadIdx.x; i < products; i += kThreads) left[of_matrix + i] = all[of_matrix + i];
-  }
   for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < elements;
        i += kMeasured * stride) {
     Vector<T> vectors[kMeasured];
@@ -169,6 +165,10 @@ __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, i
     mine = mine + squares(vectors);
   }
   const Squares total = sum_over_block(mine);
+  if (blockIdx.x == 0) {
+    const int64_t of_matrix = int64_t{blockIdx.y} * products;
+    for (int i = threadIdx.x; i < products; i += kThreads) left[of_matrix + i] = all[of_matrix + i];
+  }
   if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
 }
 

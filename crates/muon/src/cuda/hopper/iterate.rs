@@ -45,7 +45,8 @@ pub(super) struct Iterate {
     _left: CudaSlice<u32>,
 }
 
-/// Addresses of the parts of tiles that products have, and have left, `products` of each matrix.
+/// Addresses of the parts of tiles that products have, and have left, `products` of each matrix: none
+/// where each launch waits for the one before.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Counts {
     pub(super) parts: u64,
@@ -62,6 +63,7 @@ impl Iterate {
         schedule: &Schedule,
     ) -> Result<Self> {
         let step_count = steps.len() as i32;
+        let is_counted = schedule.launches.len() == 1;
         let steps = device.clone_htod(steps)?;
         let tiles = device.clone_htod(&schedule.tiles)?;
         let first = device.clone_htod(&schedule.first)?;
@@ -71,12 +73,9 @@ impl Iterate {
         let counts = Counts {
             parts: start(&parts, &stream),
             left: start(&left, &stream),
-            products: step_count,
+            products: if is_counted { step_count } else { 0 },
         };
-        let left_of_all = match schedule.launches.len() {
-            1 => counts.left,
-            _ => 0,
-        };
+        let left_of_all = if is_counted { counts.left } else { 0 };
         let first_of_all = start(&first, &stream);
         let launch = |launch: &Launch| -> Result<_> {
             let columns = launch.width.kernel();
