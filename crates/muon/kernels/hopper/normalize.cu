@@ -145,6 +145,8 @@ __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, i
   const T* matrix = matrix_at<T>(from, blockIdx.y, &aligned);
   const int64_t stride = int64_t{gridDim.x} * kThreads * kVector;
   Squares mine{kNoExponent, 0};
+  // At once, also where the matrices are there already: else the kernel after this one could start while
+  // the one before still reads other parts, and find old ones beside them in the L1.
   wait_for_predecessors();
   launch_dependents();
   for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < elements;
@@ -205,8 +207,8 @@ __device__ __forceinline__ Squares sum_of_parts(const Squares* parts, int parts_
   return sum_over_block(mine);
 }
 
-// Grid: (anything, matrices). `pitch` is in elements, a multiple of 8; padding is zeroed. The matrices
-// that were measured last are divided first: they may be in the L2.
+// Grid: (anything, matrices). `pitch` is in elements, a multiple of 8; padding is zeroed. What was
+// measured last is divided first: it may be in the L2.
 template <class T, class U>
 __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squares* parts,
                                        int parts_of_matrix, int rows, int cols, int pitch) {
@@ -220,7 +222,7 @@ __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squa
   const uint32_t vectors = rows * vectors_of_row;  // a matrix has less than 2^34 elements
   const uint32_t stride = gridDim.x * kThreads;
   const uint32_t step = kInFlight * stride;
-  uint32_t v = blockIdx.x * kThreads + threadIdx.x;
+  uint32_t v = (vectors - 1) / step * step + blockIdx.x * kThreads + threadIdx.x;
   Vector<T> loaded[kInFlight];
   const auto load = [&] {
 #pragma unroll
@@ -253,8 +255,8 @@ __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squa
       // Rows follow each other as vectors do.
       *reinterpret_cast<uint4*>(to + int64_t{at} * kVector) = packed;
     }
-    v += step;
-    if (v >= vectors) break;
+    if (v < step) break;
+    v -= step;
     load();
   }
 }

@@ -17,6 +17,8 @@ const THREADS: usize = 256;
 const VECTOR: usize = 8;
 /// Matrices of a launch that takes their addresses.
 const MATRICES: usize = 128;
+/// Bytes of matrices that are measured and then divided before the next ones are: they stay in the L2.
+const GROUP: usize = 48 << 20;
 /// Matrices of a launch that takes a stack.
 const MOST_OF_A_STACK: usize = 1 << 15;
 /// Blocks that keep the memory of an H200 busy: of one matrix alone, and of all.
@@ -94,23 +96,31 @@ impl Edges {
         }
         let mut first = 0;
         for (matrices, transposed) in [(wide, false), (tall, true)] {
-            let of_one_dtype = matrices.chunk_by(|a, b| a.dtype() == b.dtype());
-            for run in of_one_dtype.flat_map(|run| run.chunks(MATRICES)) {
-                self.normalize_run(device, run, transposed, first)?;
-                first += run.len();
+            for run in matrices.chunk_by(|a, b| a.dtype() == b.dtype()) {
+                for group in run.chunks(self.matrices_of_a_group(run)) {
+                    self.normalize_group(device, group, transposed, first)?;
+                    first += group.len();
+                }
             }
         }
         Ok(())
     }
 
-    fn normalize_run(
+    /// Into how large parts matrices of one dtype are cut, all about the same.
+    fn matrices_of_a_group(&self, run: &[Tensor]) -> usize {
+        let matrix_bytes = self.x.rows * self.x.cols * run[0].dtype().size_in_bytes();
+        let most = (GROUP / matrix_bytes).clamp(1, MATRICES);
+        run.len().div_ceil(run.len().div_ceil(most))
+    }
+
+    fn normalize_group(
         &self,
         device: &CudaDevice,
-        run: &[Tensor],
+        group: &[Tensor],
         transposed: bool,
         first: usize,
     ) -> Result<()> {
-        let dtype = run[0].dtype();
+        let dtype = group[0].dtype();
         let Some(index) = INPUTS.iter().position(|input| *input == dtype) else {
             bail!("expected f32, f16 or bf16, got {dtype:?}");
         };
@@ -119,7 +129,7 @@ impl Edges {
         let (rows, cols) = if transposed { (m, n) } else { (n, m) };
         let stream = device.cuda_stream();
         let mut addresses = [0u64; MATRICES];
-        for (to, x) in addresses.iter_mut().zip(run) {
+        for (to, x) in addresses.iter_mut().zip(group) {
             if x.dims() != [rows, cols] {
                 bail!("expected a matrix of {rows} x {cols}, got {:?}", x.shape());
             }
@@ -143,7 +153,7 @@ impl Edges {
             argument(&all),
             argument(&products),
         ];
-        let grid = grid(count, run.len());
+        let grid = grid(count, group.len());
         // SAFETY: `newton_schulz_measure_*(from, parts, elements, left, all, products)`, with an
         // address of so many live elements for each matrix, room for a part for each block, and
         // counts of each matrix.
@@ -170,7 +180,7 @@ impl Edges {
                 n * Batch::pitch(m) / VECTOR / THREADS / 4,
             )
         };
-        let grid = grid_of(blocks, run.len());
+        let grid = grid_of(blocks, group.len());
         // SAFETY: `newton_schulz_divide_*(from, out, parts, parts_of_matrix, rows, cols, pitch)`, with
         // the same addresses and parts, and from `out` on a place in X for each matrix.
         unsafe { launch(&stream, kernel, grid, &mut arguments) }
