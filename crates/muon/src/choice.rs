@@ -74,18 +74,19 @@ impl fmt::Display for Choice {
 pub(crate) struct Gpu {
     /// Compute capability.
     pub(crate) capability: (i32, i32),
-    pub(crate) multiprocessors: usize,
+    /// Clusters of two blocks of the kernels for Hopper that run at once.
+    pub(crate) clusters: usize,
 }
 
 impl Gpu {
+    /// The capability of the kernels for Hopper.
+    pub(crate) const HOPPER: (i32, i32) = (9, 0);
+
     /// Whether the kernels for Hopper run here, in `dtype`.
     pub(crate) fn has_hopper_kernels(self, dtype: DType) -> bool {
-        self.capability == (9, 0) && matches!(dtype, DType::F16 | DType::BF16)
-    }
-
-    /// Clusters of two blocks that run at once, each block with a multiprocessor of its own.
-    pub(crate) fn clusters(self) -> usize {
-        (self.multiprocessors / 2).max(1)
+        self.capability == Self::HOPPER
+            && self.clusters > 0
+            && matches!(dtype, DType::F16 | DType::BF16)
     }
 }
 
@@ -142,7 +143,7 @@ impl NewtonSchulz {
             tall: 0,
         };
         let program = program(method, &self.coefficients.steps(self.steps));
-        let schedule = Schedule::new(&program, batch, gpu.clusters());
+        let schedule = Schedule::new(&program, batch, gpu.clusters);
         Choice {
             method,
             dtype,
@@ -161,8 +162,8 @@ mod tests {
     use super::*;
 
     const H200: Gpu = Gpu {
-        capability: (9, 0),
-        multiprocessors: 132,
+        capability: Gpu::HOPPER,
+        clusters: 66,
     };
 
     /// The method, the columns of tiles, and the number of launches.
@@ -245,10 +246,14 @@ mod tests {
         let ns = NewtonSchulz::default();
         let a100 = Gpu {
             capability: (8, 0),
-            multiprocessors: 108,
+            clusters: 0,
         };
         let blackwell = Gpu {
             capability: (10, 0),
+            ..H200
+        };
+        let too_small = Gpu {
+            clusters: 0,
             ..H200
         };
         let forced = NewtonSchulz {
@@ -258,6 +263,7 @@ mod tests {
         for choice in [
             ns.choose(a100, DType::F16, 1, 64, 64),
             ns.choose(blackwell, DType::F16, 1, 64, 64),
+            ns.choose(too_small, DType::F16, 1, 64, 64),
             ns.choose(H200, DType::F32, 1, 64, 64),
             forced.choose(H200, DType::F16, 1, 64, 64),
         ] {

@@ -13,9 +13,6 @@ use super::steps::{Maps, Step};
 use crate::hopper::schedule::{Launch, Schedule};
 use crate::hopper::tiles::Tile;
 
-/// Threads of a block: two warpgroups that compute and one that loads.
-const THREADS: u32 = 384;
-
 // SAFETY: `Tile` is laid out as the kernels' struct of the same name, without padding.
 unsafe impl DeviceRepr for Tile {}
 
@@ -79,17 +76,7 @@ impl Iterate {
         let first_of_all = start(&first, &stream);
         let launch = |launch: &Launch| -> Result<_> {
             let columns = launch.width.kernel();
-            let name = format!("newton_schulz_iterate_{}_{columns}", dtype.as_str());
-            let shared_bytes = match columns {
-                256 => 230_464,
-                128 => 230_496,
-                _ => 230_528,
-            };
-            let grid = Grid {
-                blocks: (2 * launch.clusters as u32, 1),
-                threads: THREADS,
-                shared_bytes,
-            };
+            let (function, grid) = modules.product(dtype, columns, launch.clusters)?;
             let work = Work {
                 steps: start(&steps, &stream),
                 step_count,
@@ -98,7 +85,7 @@ impl Iterate {
                 left: left_of_all,
             };
             Ok(Part {
-                function: modules.product(&name, shared_bytes)?,
+                function,
                 grid,
                 work,
             })

@@ -15,7 +15,6 @@ use std::cell::RefCell;
 
 use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
 use candle_core::{DType, Result, Tensor, WithDType, bail};
-use cudarc::driver::sys::CUdevice_attribute;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
 use super::element::{Element, by_dtype};
@@ -35,12 +34,20 @@ thread_local! {
 
 /// The device, as far as it decides how to orthogonalize.
 pub(crate) fn gpu(device: &CudaDevice) -> Result<Gpu> {
-    let stream = device.cuda_stream();
-    let context = stream.context();
-    let count = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-    Ok(Gpu {
-        capability: context.compute_capability().w()?,
-        multiprocessors: context.attribute(count).w()? as usize,
+    with_engine(device, |engine| Ok(engine.gpu))
+}
+
+/// Calls a function with this thread's engine of a device.
+fn with_engine<R>(device: &CudaDevice, call: impl FnOnce(&mut Engine) -> Result<R>) -> Result<R> {
+    ENGINES.with_borrow_mut(|engines| {
+        let index = match engines.iter().position(|engine| engine.id == device.id()) {
+            Some(index) => index,
+            None => {
+                engines.push(Engine::new(device)?);
+                engines.len() - 1
+            }
+        };
+        call(&mut engines[index])
     })
 }
 
@@ -58,15 +65,7 @@ pub(crate) fn orthogonalize_on_hopper(
     tall: &[Tensor],
     (n, m): (usize, usize),
 ) -> Result<Option<Results>> {
-    ENGINES.with_borrow_mut(|engines| {
-        let index = match engines.iter().position(|engine| engine.id == device.id()) {
-            Some(index) => index,
-            None => {
-                engines.push(Engine::new(device)?);
-                engines.len() - 1
-            }
-        };
-        let engine = &mut engines[index];
+    with_engine(device, |engine| {
         if !ns.takes_hopper_kernels(engine.gpu, dtype) {
             return Ok(None);
         }
@@ -172,7 +171,7 @@ struct Kind {
 struct Engine {
     id: DeviceId,
     gpu: Gpu,
-    /// Loaded by the first batch.
+    /// On a device that has them.
     modules: Option<Modules>,
     workspace: Option<CudaSlice<u8>>,
     /// The latest used last. All refer to `workspace`.
@@ -181,10 +180,18 @@ struct Engine {
 
 impl Engine {
     fn new(device: &CudaDevice) -> Result<Self> {
+        let capability = device.cuda_stream().context().compute_capability().w()?;
+        let modules = (capability == Gpu::HOPPER).then(|| Modules::load(device));
+        let modules = modules.transpose()?;
+        let clusters = modules.as_ref().map(|modules| modules.clusters(device));
+        let clusters = clusters.transpose()?.unwrap_or(0);
         Ok(Self {
             id: device.id(),
-            gpu: gpu(device)?,
-            modules: None,
+            gpu: Gpu {
+                capability,
+                clusters,
+            },
+            modules,
             workspace: None,
             prepared: Vec::new(),
         })
@@ -211,16 +218,12 @@ impl Engine {
         let entry = if let Some(index) = known {
             self.prepared.remove(index)
         } else {
-            let modules = match &mut self.modules {
-                Some(modules) => modules,
-                none => none.insert(Modules::load(device)?),
-            };
-            let Some(workspace) = &self.workspace else {
-                bail!("there is no workspace");
+            let (Some(modules), Some(workspace)) = (&self.modules, &self.workspace) else {
+                bail!("there are no kernels, or there is no workspace");
             };
             let stream = device.cuda_stream();
             let (base, _read) = workspace.device_ptr(&stream);
-            let prepared = Prepared::new(device, modules, &kind, base, self.gpu.clusters())?;
+            let prepared = Prepared::new(device, modules, &kind, base, self.gpu.clusters)?;
             if self.prepared.len() == MOST_PREPARED {
                 self.prepared.remove(0);
             }

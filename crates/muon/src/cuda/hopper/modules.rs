@@ -3,14 +3,19 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use candle_core::Result;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result};
 use cudarc::driver::sys::{
     CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
     CUlaunchConfig, cuLaunchKernelEx,
 };
-use cudarc::driver::{CudaFunction, CudaModule, CudaStream};
+use cudarc::driver::{CudaFunction, CudaModule, CudaStream, LaunchConfig};
 use cudarc::nvrtc::Ptx;
+
+use crate::hopper::tiles::Width;
+
+/// Threads of a block of `products.cu`: two warpgroups that compute and one that loads.
+const PRODUCT_THREADS: u32 = 384;
 
 macro_rules! cubin {
     ($name:literal) => {
@@ -37,12 +42,46 @@ impl Modules {
         })
     }
 
-    /// A kernel of `products.cu`, allowed so many bytes of shared memory.
-    pub(super) fn product(&self, name: &str, shared_bytes: u32) -> Result<CudaFunction> {
-        let function = self.products.load_function(name).w()?;
+    /// The kernel of `products.cu` for tiles of at most so many columns, and its launch by so many
+    /// clusters.
+    pub(super) fn product(
+        &self,
+        dtype: DType,
+        columns: usize,
+        clusters: usize,
+    ) -> Result<(CudaFunction, Grid)> {
+        let name = format!("newton_schulz_iterate_{}_{columns}", dtype.as_str());
+        let function = self.products.load_function(&name).w()?;
+        let shared_bytes = match columns {
+            256 => 230_464,
+            128 => 230_496,
+            _ => 230_528,
+        };
         let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(most, shared_bytes as i32).w()?;
-        Ok(function)
+        let grid = Grid {
+            blocks: (2 * clusters as u32, 1),
+            threads: PRODUCT_THREADS,
+            shared_bytes,
+        };
+        Ok((function, grid))
+    }
+
+    /// Clusters of any kernel of `products.cu` that run at once.
+    pub(super) fn clusters(&self, device: &CudaDevice) -> Result<usize> {
+        let stream = device.cuda_stream();
+        let mut least = usize::MAX;
+        for columns in Width::ALL.map(Width::kernel) {
+            let (function, grid) = self.product(DType::F16, columns, 1)?;
+            let config = LaunchConfig {
+                grid_dim: (grid.blocks.0, grid.blocks.1, 1),
+                block_dim: (grid.threads, 1, 1),
+                shared_mem_bytes: grid.shared_bytes,
+            };
+            let clusters = function.occupancy_max_active_clusters(config, &stream);
+            least = least.min(clusters.w()? as usize);
+        }
+        Ok(least)
     }
 
     /// A kernel of `normalize.cu`.
