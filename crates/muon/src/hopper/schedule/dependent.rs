@@ -78,6 +78,7 @@ impl<'a> Dependent<'a> {
             );
         }
         let mut dealt = Dealt::new(count * (self.program.len() + 1));
+        let mut known: Vec<((Region, usize, bool), Pieces)> = Vec::new();
         let (mut square, mut wide) = (Width::W64, Width::W64);
         for level in 0..=levels.iter().copied().max().unwrap_or(0) {
             let products = (0..levels.len()).filter(|&product| levels[product] == level);
@@ -99,14 +100,21 @@ impl<'a> Dependent<'a> {
                     let Product { a, b, .. } = self.program[product];
                     a == b
                 };
-                let pieces = if products.iter().all(of_square) {
-                    Pieces::of_squares(n, batch, clusters)
-                } else {
-                    Pieces::in_step(region, batch, clusters, Width::W256)
-                };
+                let kind = (region, batch, products.iter().all(of_square));
+                let index = known.iter().position(|(other, _)| *other == kind);
+                let index = index.unwrap_or_else(|| {
+                    let pieces = if kind.2 {
+                        Pieces::of_squares(n, batch, clusters)
+                    } else {
+                        Pieces::in_step(region, batch, clusters, Width::W256)
+                    };
+                    known.push((kind, pieces));
+                    known.len() - 1
+                });
+                let (_, pieces) = &known[index];
                 width = width.max(pieces.width);
                 *most = pieces.width.max(*most);
-                pairs.extend(pieces.pairs.into_iter().map(|pair| {
+                pairs.extend(pieces.pairs.iter().map(|pair| {
                     let matrix = pair[0].matrix as usize;
                     let product = products[matrix / count];
                     let matrix = (matrix % count) as i32;
