@@ -410,10 +410,14 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
 
 // What a warpgroup does that has no part of a tile.
 template <class Ring>
-__device__ __forceinline__ void stand_by(Ring& ring, int k_blocks) {
+__device__ __forceinline__ void stand_by(Ring& ring, Staging& staging, int k_blocks) {
   const uint32_t thread = threadIdx.x % kWarpgroupThreads;
   for (int k = 0; k < k_blocks; ++k) {
     barrier_wait(ring.full(), ring.parity);
+    if (k == 0) {
+      staging.tell();
+      __syncwarp();
+    }
     if (thread < 2) barrier_arrive(ring.empty(), thread);
     ring.advance();
   }
@@ -425,11 +429,13 @@ __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const 
                                             const TensorMap* map_d, const Tile& tile,
                                             const Product& product) {
   if (tile.shape == Shape::kHalf && warp_index() / 4 > 0) {
-    stand_by(ring, product.k_blocks);
+    stand_by(ring, staging, product.k_blocks);
   } else if (tile.blocks == kColumns / kBlock) {
     compute<T, kOp, kColumns>(ring, staging, at, map_d, tile, product);
   } else if constexpr (kColumns > 64) {
     compute_any<T, kOp, kColumns - 64>(ring, staging, at, map_d, tile, product);
+  } else {
+    __trap();
   }
 }
 

@@ -115,8 +115,13 @@ impl Tile {
     }
 
     pub(super) fn elements(&self) -> usize {
-        let halves = if self.is(Shape::Half) { 1 } else { 2 };
-        ROWS / 2 * halves * BLOCK * self.blocks()
+        let warpgroups = if self.is_of_two() { 2 } else { 1 };
+        ROWS / 2 * warpgroups * BLOCK * self.blocks()
+    }
+
+    /// Whether both warpgroups of a block compute and store a part of it.
+    pub(super) fn is_of_two(&self) -> bool {
+        !self.is(Shape::Half)
     }
 
     fn is(&self, shape: Shape) -> bool {
