@@ -17,7 +17,7 @@
 //
 // Two blocks make a cluster, which works off a list of pairs of tiles (`Tile`), one tile a block.
 // The host deals the pairs of all products to the clusters. A tile has 128 rows, 64 for each of two
-// consumer warpgroups, and 64, 128, 192 or 256 columns. Where the two tiles of a pair start at the
+// consumer warpgroups, and 64, 128, 160, 192 or 256 columns. Where the two tiles of a pair start at the
 // same column they share B: each block loads half of it for both. A tile on the diagonal may be
 // narrower than what it loads. One lane of a third warpgroup issues all loads, through a ring of
 // stages with 64 of K each.
@@ -46,15 +46,16 @@ enum class Op : int { kSymmetric, kApply, kApplyTransposed };
 // where A = B, two of 64 × 64 on the diagonal, one for each warpgroup, for which A is all they load.
 enum class Shape : uint8_t { kWhole, kHalf, kTwins };
 
-// The part of D that a block computes: 128 rows from `row`, 64 · `blocks` columns from `column`;
-// multiples of 64. What lies outside of D is not stored. `shared` is how many blocks of 64 columns of
-// B, at least `blocks`, the pair loads together, or 0 where each block loads its own.
+// The part of D that a block computes: 128 rows from `row`, 32 · `halves` columns from `column`;
+// multiples of 64, but for tiles of 160 columns, which are only of symmetric products, and left of all
+// blocks on the diagonal. What lies outside of D is not stored. `shared` is how many blocks of 64
+// columns of B the pair loads together, enough for both, or 0 where each block loads its own.
 struct alignas(16) Tile {
   int row;
   int column;
   int matrix;
   uint16_t product;
-  uint8_t blocks : 4;
+  uint8_t halves : 4;
   Shape shape : 4;
   uint8_t shared;
 };
@@ -164,7 +165,7 @@ __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& wo
     }
     const int a_blocks = tile.shape == Shape::kHalf ? 1 : kWarpgroups;
     const int b_blocks =
-        tile.shape == Shape::kTwins ? 0 : tile.shared ? tile.shared : tile.blocks;
+        tile.shape == Shape::kTwins ? 0 : tile.shared ? tile.shared : (tile.halves + 1) / 2;
     const int b_first = tile.shared ? rank : 0, b_step = tile.shared ? 2 : 1;
     for (int k = 0; k < k_blocks; ++k) {
       barrier_wait(ring.empty(), ring.parity ^ 1);
@@ -215,19 +216,21 @@ struct Fragments {
   }
 };
 
-// acc (64 × 64, a part of the accumulators) += factor · the block, or its transpose.
-template <class T, bool kTransposed>
-__device__ __forceinline__ void add_block(float* acc, const Fragments& at, uint32_t block,
-                                          float factor) {
+// acc (64 × kColumns, a part of the accumulators) += factor · these columns of the block, or of its
+// transpose, from the 16 · `first`-th on.
+template <class T, bool kTransposed, int kColumns>
+__device__ __forceinline__ void add_columns(float* acc, const Fragments& at, uint32_t block,
+                                            int first, float factor) {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
+  for (int i = 0; i < kColumns / 16; ++i) {
+    const int c = first + i;
     uint32_t f[4];
     load_fragments<kTransposed>(f, kTransposed ? at.mirrored(block, c) : at.straight(block, c));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack(f[i], T{});
-      acc[8 * c + 2 * i] = fmaf(factor, pair.x, acc[8 * c + 2 * i]);
-      acc[8 * c + 2 * i + 1] = fmaf(factor, pair.y, acc[8 * c + 2 * i + 1]);
+    for (int j = 0; j < 4; ++j) {
+      const float2 pair = unpack(f[j], T{});
+      acc[8 * i + 2 * j] = fmaf(factor, pair.x, acc[8 * i + 2 * j]);
+      acc[8 * i + 2 * j + 1] = fmaf(factor, pair.y, acc[8 * i + 2 * j + 1]);
     }
   }
 }
@@ -338,16 +341,15 @@ template <class T, Op kOp, int kColumns, class Ring>
 __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Fragments& at,
                                         const TensorMap* map_d, const Tile& tile,
                                         const Product& product) {
-  constexpr int kBlocks = kColumns / kBlock;
   constexpr bool kSymmetric = kOp == Op::kSymmetric;
   const Scalars s = product.scalars;
   const int k_blocks = product.k_blocks, matrix = tile.matrix - product.first;
   const int warpgroup = warp_index() / 4;
   const int row = tile.row + warpgroup * kBlock;
-  const bool is_twin = kSymmetric && kBlocks == 1 && tile.shape == Shape::kTwins;
+  const bool is_twin = kSymmetric && kColumns == kBlock && tile.shape == Shape::kTwins;
   const int first_column = tile.column + (is_twin ? warpgroup * kBlock : 0);
   const float ratio_a = s.from_a / s.alpha, ratio_b = s.from_b / s.alpha;
-  const int a_passes = kSymmetric && s.from_a != 0 ? first_column / kBlock : k_blocks;
+  const bool has_a = kSymmetric && s.from_a != 0;
   const int b_passes = s.from_b != 0 ? row / kBlock : k_blocks;
   const bool releases = threadIdx.x % kWarpgroupThreads < 2;
   const uint32_t peer = threadIdx.x % kWarpgroupThreads;
@@ -374,17 +376,23 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
       staging.tell();
       __syncwarp();
     }
-    const int a_block = k - a_passes;
-    const bool adds_a = kSymmetric && 0 <= a_block && a_block < kBlocks;
+    const int a_column = k * kBlock - first_column;
+    const bool adds_a = has_a && -kBlock < a_column && a_column < kColumns;
     const bool adds_b = k == b_passes;
     if (adds_a || adds_b) {
       products_wait<0>();
       pin(acc);
+      // Parts that lie in one block of A.
+      constexpr int kPart = kColumns % kBlock == 0 ? kBlock : kBlock / 2;
 #pragma unroll
-      for (int c = 0; c < kBlocks; ++c) {
-        if (adds_a && c == a_block) add_block<T, false>(acc + 32 * c, at, block_a, ratio_a);
+      for (int c = 0; c < kColumns; c += kPart) {
+        const int of_a = c - a_column;
+        if (adds_a && 0 <= of_a && of_a < kBlock) {
+          add_columns<T, false, kPart>(acc + c / 2, at, block_a, of_a / 16, ratio_a);
+        }
         if (adds_b) {
-          add_block<T, kSymmetric>(acc + 32 * c, at, ring.b() + c * kBlockBytes, ratio_b);
+          const uint32_t block_b = ring.b() + c / kBlock * kBlockBytes;
+          add_columns<T, kSymmetric, kPart>(acc + c / 2, at, block_b, c % kBlock / 16, ratio_b);
         }
       }
       pin(acc);
@@ -399,11 +407,12 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
   pin(acc);
   if (releases) barrier_arrive(previous, peer);
 
+  // Of 160 columns the last two blocks overlap, and store the same where they do.
 #pragma unroll
-  for (int c = 0; c < kBlocks; ++c) {
-    const int column = first_column + c * kBlock;
+  for (int c = 0; c < kColumns; c += kBlock) {
+    const int from = min(c, kColumns - kBlock), column = first_column + from;
     if (!kSymmetric || column <= row) {
-      store_block<T, kOp>(acc + 32 * c, at, staging, map_d, row, column, matrix, s);
+      store_block<T, kOp>(acc + from / 2, at, staging, map_d, row, column, matrix, s);
     }
   }
 }
@@ -423,19 +432,29 @@ __device__ __forceinline__ void stand_by(Ring& ring, Staging& staging, int k_blo
   }
 }
 
-// `compute` for a tile of at most `kColumns` columns.
+// The next narrower tiles, or 0.
+__host__ __device__ constexpr int narrower(int columns, bool symmetric) {
+  switch (columns) {
+    case 256: return 192;
+    case 192: return symmetric ? 160 : 128;
+    case 160: return 128;
+    case 128: return 64;
+    default: return 0;
+  }
+}
+
+// `compute` for so many columns, at most `kColumns`.
 template <class T, Op kOp, int kColumns, class Ring>
 __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const Fragments& at,
                                             const TensorMap* map_d, const Tile& tile,
-                                            const Product& product) {
-  if (tile.shape == Shape::kHalf && warp_index() / 4 > 0) {
-    stand_by(ring, staging, product.k_blocks);
-  } else if (tile.blocks == kColumns / kBlock) {
-    compute<T, kOp, kColumns>(ring, staging, at, map_d, tile, product);
-  } else if constexpr (kColumns > 64) {
-    compute_any<T, kOp, kColumns - 64>(ring, staging, at, map_d, tile, product);
-  } else {
+                                            const Product& product, int columns) {
+  if constexpr (kColumns == 0) {
     __trap();
+  } else if (columns == kColumns) {
+    compute<T, kOp, kColumns>(ring, staging, at, map_d, tile, product);
+  } else {
+    constexpr int kNext = narrower(kColumns, kOp == Op::kSymmetric);
+    compute_any<T, kOp, kNext>(ring, staging, at, map_d, tile, product, columns);
   }
 }
 
@@ -475,16 +494,17 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
       const Tile next = work.tiles[2 * min(i + 1, end - 1) + rank];
       const Product& product = work.products[tile.product];
       const TensorMap* map_d = &maps.of[product.d];
-      switch (product.op) {
-        case Op::kSymmetric:
-          compute_any<T, Op::kSymmetric, kMaxColumns>(ring, staging, at, map_d, tile, product);
-          break;
-        case Op::kApply:
-          compute_any<T, Op::kApply, kMaxColumns>(ring, staging, at, map_d, tile, product);
-          break;
-        case Op::kApplyTransposed:
-          compute_any<T, Op::kApplyTransposed, kMaxColumns>(ring, staging, at, map_d, tile, product);
-          break;
+      const int columns = 32 * tile.halves;
+      if (tile.shape == Shape::kHalf && warpgroup > 0) {
+        stand_by(ring, staging, product.k_blocks);
+      } else if (product.op == Op::kSymmetric) {
+        compute_any<T, Op::kSymmetric, kMaxColumns>(ring, staging, at, map_d, tile, product,
+                                                    columns);
+      } else if (product.op == Op::kApply) {
+        compute_any<T, Op::kApply, kMaxColumns>(ring, staging, at, map_d, tile, product, columns);
+      } else {
+        compute_any<T, Op::kApplyTransposed, kMaxColumns>(ring, staging, at, map_d, tile, product,
+                                                          columns);
       }
       if (work.left != nullptr) {
         staging.untold = work.left + int64_t{tile.matrix} * work.product_count + tile.product;

@@ -56,6 +56,7 @@ __device__ __forceinline__ uint64_t describe_n_major(uint32_t address) {
       "+f"(d[o + 5]), "+f"(d[o + 6]), "+f"(d[o + 7])
 #define HOPPER_D32(o) HOPPER_D8(o), HOPPER_D8(o + 8), HOPPER_D8(o + 16), HOPPER_D8(o + 24)
 #define HOPPER_D64(o) HOPPER_D32(o), HOPPER_D32(o + 32)
+#define HOPPER_D80(o) HOPPER_D64(o), HOPPER_D8(o + 64), HOPPER_D8(o + 72)
 #define HOPPER_D96(o) HOPPER_D64(o), HOPPER_D32(o + 64)
 #define HOPPER_D128(o) HOPPER_D64(o), HOPPER_D64(o + 64)
 #define HOPPER_LIST32 \
@@ -69,6 +70,14 @@ __device__ __forceinline__ uint64_t describe_n_major(uint32_t address) {
   "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, " \
   "%60, %61, %62, %63"
+#define HOPPER_LIST80 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, " \
+  "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, " \
+  "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, " \
+  "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, " \
+  "%72, %73, %74, %75, %76, %77, %78, %79"
 #define HOPPER_LIST96 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, " \
   "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
@@ -120,6 +129,8 @@ __device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t a, uint64_
     HOPPER_PRODUCT_OF(64, HOPPER_LIST32, HOPPER_D32, "%32", "%33")
   } else if constexpr (kCount == 64) {
     HOPPER_PRODUCT_OF(128, HOPPER_LIST64, HOPPER_D64, "%64", "%65")
+  } else if constexpr (kCount == 80) {
+    HOPPER_PRODUCT_OF(160, HOPPER_LIST80, HOPPER_D80, "%80", "%81")
   } else if constexpr (kCount == 96) {
     HOPPER_PRODUCT_OF(192, HOPPER_LIST96, HOPPER_D96, "%96", "%97")
   } else {
@@ -132,11 +143,13 @@ __device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t a, uint64_
 #undef HOPPER_PRODUCT
 #undef HOPPER_LIST32
 #undef HOPPER_LIST64
+#undef HOPPER_LIST80
 #undef HOPPER_LIST96
 #undef HOPPER_LIST128
 #undef HOPPER_D8
 #undef HOPPER_D32
 #undef HOPPER_D64
+#undef HOPPER_D80
 #undef HOPPER_D96
 #undef HOPPER_D128
 

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::tiles::{BLOCK, Cut, Pair, Region, Tile, Width, pairs, small_pairs};
+use super::tiles::{BLOCK, Cut, Pair, Region, Tile, Width, medium_pairs, pairs, small_pairs};
 
 /// With more pairs there are so many rounds that other cuts gain nothing.
 const MOST_PAIRS_TO_CUT: usize = 3000;
@@ -31,7 +31,7 @@ impl Pieces {
     /// done, and nothing else meanwhile.
     ///
     /// Tiles are 256 wide, a few of them cut narrower if that shortens the last round, and all of
-    /// them narrower where there are not enough of 256 for all clusters, but at most `widest`.
+    /// them narrower where there are few of 256 for all clusters, but at most `widest`.
     pub(crate) fn in_step(region: Region, batch: usize, clusters: usize, widest: Width) -> Self {
         let plain = Self::new(region, batch, Cut::plain(Width::W256));
         let count = plain.pairs.len();
@@ -59,6 +59,19 @@ impl Pieces {
                 if cost < least - TIE {
                     (best, least) = (pieces, cost);
                 }
+            }
+        }
+        if let Region::Symmetric { n } = region
+            && widest == Width::W256
+            && count < 2 * clusters
+        {
+            let least = best.rounds(clusters).cost();
+            let medium = Self {
+                width: Width::W160,
+                pairs: medium_pairs(n, batch),
+            };
+            if medium.rounds(clusters).cost() < least - TIE {
+                best = medium;
             }
         }
         best
@@ -181,7 +194,7 @@ fn loads([a, b]: &Pair) -> usize {
     let blocks = if a.shared > 0 {
         a.shared.into()
     } else {
-        a.blocks() + b.blocks()
+        a.columns().div_ceil(BLOCK) + b.columns().div_ceil(BLOCK)
     };
     32 + blocks * BLOCK_KIB
 }
@@ -206,7 +219,7 @@ mod tests {
             (256, Width::W64),
             (512, Width::W64),
             (1024, Width::W64),
-            (2048, Width::W192),
+            (2048, Width::W160),
             (4096, Width::W256),
         ] {
             assert_eq!(symmetric(n, 1).width, width, "{n}");

@@ -7,8 +7,10 @@ const BAND: usize = 2 * ROWS;
 /// Pairs that run at about the same time share rows and columns in the L2 if they come from a square
 /// of this many elements a side.
 const SQUARE: usize = 8 * BAND;
-/// What the columns of tiles are multiples of.
+/// Side of what is loaded and stored at once.
 pub(super) const BLOCK: usize = 64;
+/// What the columns of tiles are multiples of.
+const HALF_BLOCK: usize = BLOCK / 2;
 
 /// What is computed of a result: of a symmetric one the tiles on and below the diagonal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,17 +26,20 @@ pub(crate) enum Region {
 pub(crate) enum Width {
     W64,
     W128,
+    W160,
     W192,
     W256,
 }
 
 impl Width {
+    /// Those into which any region can be cut.
     pub(crate) const ALL: [Self; 4] = [Self::W64, Self::W128, Self::W192, Self::W256];
 
     pub(crate) fn columns(self) -> usize {
         match self {
             Self::W64 => 64,
             Self::W128 => 128,
+            Self::W160 => 160,
             Self::W192 => 192,
             Self::W256 => 256,
         }
@@ -43,7 +48,7 @@ impl Width {
     /// The most columns of the kernel that computes such tiles. One with fewer has more stages.
     pub(crate) fn kernel(self) -> usize {
         match self {
-            Self::W192 => 256,
+            Self::W160 | Self::W192 => 256,
             other => other.columns(),
         }
     }
@@ -53,6 +58,7 @@ impl Width {
         match self {
             Self::W64 => 36,
             Self::W128 => 55,
+            Self::W160 => 67,
             Self::W192 => 78,
             Self::W256 => 100,
         }
@@ -68,9 +74,9 @@ pub(crate) struct Tile {
     pub(crate) matrix: i32,
     /// Its place in a program.
     pub(crate) product: u16,
-    /// Its blocks of 64 columns, and 16 times its [`Shape`].
+    /// Its columns in units of 32, and 16 times its [`Shape`].
     pub(super) extent: u8,
-    /// Blocks of B that the pair loads together, at least `blocks` of each; 0 if it does not.
+    /// Blocks of B that the pair loads together, enough for each; 0 if it does not.
     pub(crate) shared: u8,
 }
 
@@ -93,30 +99,35 @@ impl Tile {
             column: column as i32,
             matrix: matrix as i32,
             product: 0,
-            extent: (columns / BLOCK) as u8 | (Shape::Whole as u8) << 4,
-            shared: (shared / BLOCK) as u8,
+            extent: (columns / HALF_BLOCK) as u8 | (Shape::Whole as u8) << 4,
+            shared: shared.div_ceil(BLOCK) as u8,
         }
     }
 
     fn shaped(self, shape: Shape) -> Self {
         Self {
-            extent: self.blocks() as u8 | (shape as u8) << 4,
+            extent: self.extent & 15 | (shape as u8) << 4,
             ..self
         }
     }
 
-    /// Of 64 columns.
-    pub(super) fn blocks(&self) -> usize {
-        usize::from(self.extent & 15)
+    pub(super) fn columns(&self) -> usize {
+        HALF_BLOCK * usize::from(self.extent & 15)
     }
 
     pub(super) fn width(&self) -> Width {
-        Width::ALL[self.blocks() - 1]
+        match self.columns() {
+            64 => Width::W64,
+            128 => Width::W128,
+            160 => Width::W160,
+            192 => Width::W192,
+            _ => Width::W256,
+        }
     }
 
     pub(super) fn elements(&self) -> usize {
         let warpgroups = if self.is_of_two() { 2 } else { 1 };
-        ROWS / 2 * warpgroups * BLOCK * self.blocks()
+        ROWS / 2 * warpgroups * self.columns()
     }
 
     /// Whether both warpgroups of a block compute and store a part of it.
@@ -213,6 +224,45 @@ pub(super) fn small_pairs(n: usize, batch: usize) -> Vec<Pair> {
             single.push(outside.shaped(Shape::Half));
         }
         pairs.extend(single.chunks_exact(2).map(|pair| [pair[0], pair[1]]));
+    }
+    pairs
+}
+
+/// The pairs of a symmetric n × n region in tiles of at most 160 columns, which take less time than
+/// those of 192, where a product has not many more tiles than there are blocks. The two rows of tiles
+/// of a band share B left of the diagonal's blocks; three tiles of 128 × 128 make up each of these.
+pub(super) fn medium_pairs(n: usize, batch: usize) -> Vec<Pair> {
+    let mut pairs = Vec::new();
+    for matrix in 0..batch {
+        let mut single = Vec::new();
+        for row in (0..n).step_by(BAND) {
+            let mut column = 0;
+            while column < row {
+                let left = row - column;
+                let within_block = !column.is_multiple_of(BLOCK);
+                // Two of 160 are five blocks.
+                let columns = if within_block || left >= 320 {
+                    160
+                } else {
+                    left.min(ROWS)
+                };
+                let tile = |row| Tile::new(row, column, matrix, columns, columns);
+                pairs.push([tile(row), tile(row + ROWS)]);
+                column += columns;
+            }
+            for (down, across) in [(0, 0), (ROWS, 0), (ROWS, ROWS)] {
+                if row + down < n {
+                    let columns = (n - row - across).next_multiple_of(BLOCK).min(ROWS);
+                    single.push(Tile::new(row + down, row + across, matrix, columns, 0));
+                }
+            }
+        }
+        if !single.len().is_multiple_of(2) {
+            // Nothing of it is within the region.
+            let outside = Tile::new(n.next_multiple_of(BLOCK), 0, matrix, BLOCK, 0);
+            single.push(outside);
+        }
+        pairs.extend(single.as_chunks().0);
     }
     pairs
 }
@@ -350,25 +400,25 @@ impl Cutter {
 mod tests {
     use super::*;
 
-    /// How often each 64 × 64 block of each matrix is stored by the kernels.
+    /// How often each 64 × 32 block of each matrix is stored by the kernels.
     fn stored(region: Region, batch: usize, pairs: &[Pair]) -> Vec<u32> {
         let (rows, cols, symmetric) = match region {
             Region::Symmetric { n } => (n, n, true),
             Region::Full { rows, cols } => (rows, cols, false),
         };
-        let (down, across) = (rows.div_ceil(BLOCK), cols.div_ceil(BLOCK));
+        let (down, across) = (rows.div_ceil(BLOCK), 2 * cols.div_ceil(BLOCK));
         let mut stored = vec![0; batch * down * across];
         for tile in pairs.iter().flatten() {
-            let (row, column) = (tile.row as usize / BLOCK, tile.column as usize / BLOCK);
+            let (row, column) = (tile.row as usize / BLOCK, tile.column as usize / HALF_BLOCK);
             let rows = if tile.is(Shape::Half) {
                 1
             } else {
                 ROWS / BLOCK
             };
             for r in row..(row + rows).min(down) {
-                let column = if tile.is(Shape::Twins) { r } else { column };
-                for c in column..(column + tile.blocks()).min(across) {
-                    if !symmetric || c <= r {
+                let column = if tile.is(Shape::Twins) { 2 * r } else { column };
+                for c in column..(column + tile.columns() / HALF_BLOCK).min(across) {
+                    if !symmetric || c / 2 <= r {
                         stored[(tile.matrix as usize * down + r) * across + c] += 1;
                     }
                 }
@@ -386,11 +436,18 @@ mod tests {
         let case = format!("{region:?} x {batch}, {cut}");
         for [a, b] in pairs {
             for tile in [a, b] {
-                assert!((1..=4).contains(&tile.blocks()), "{case}");
+                let columns = tile.columns();
+                assert_eq!(tile.width().columns(), columns, "{case}");
                 assert!(tile.width() <= width.max(Width::W192), "{case}");
-                assert!(tile.row % 64 == 0 && tile.column % 64 == 0, "{case}");
+                assert!(tile.row % 64 == 0, "{case}");
+                if columns == 160 {
+                    let end = tile.column + columns as i32;
+                    assert!(tile.column % 32 == 0 && end <= tile.row, "{case}");
+                } else {
+                    assert!(tile.column % 64 == 0 && columns % 64 == 0, "{case}");
+                }
                 assert!(
-                    tile.shared == 0 || usize::from(tile.shared) >= tile.blocks(),
+                    tile.shared == 0 || BLOCK * usize::from(tile.shared) >= columns,
                     "{case}"
                 );
                 assert!(
@@ -406,15 +463,15 @@ mod tests {
         let stored = stored(region, batch, pairs);
         let symmetric = matches!(region, Region::Symmetric { .. });
         let across = match region {
-            Region::Symmetric { n } => n.div_ceil(BLOCK),
-            Region::Full { cols, .. } => cols.div_ceil(BLOCK),
+            Region::Symmetric { n } => 2 * n.div_ceil(BLOCK),
+            Region::Full { cols, .. } => 2 * cols.div_ceil(BLOCK),
         };
         let down = stored.len() / batch / across;
         for (i, times) in stored.iter().enumerate() {
             let (r, c) = (i / across % down, i % across);
             assert_eq!(
                 *times,
-                u32::from(!symmetric || c <= r),
+                u32::from(!symmetric || c / 2 <= r),
                 "block ({r}, {c}), {case}"
             );
         }
@@ -448,6 +505,18 @@ mod tests {
             }
         }
         assert_eq!(small_pairs(1024, 1).len(), 64);
+    }
+
+    #[test]
+    fn every_block_is_stored_once_in_medium_tiles() {
+        for n in SIDES {
+            for batch in [1, 3] {
+                let pairs = medium_pairs(n, batch);
+                let region = Region::Symmetric { n };
+                check_pairs(&pairs, region, batch, Width::W160, "medium");
+            }
+        }
+        assert_eq!(medium_pairs(2048, 1).len(), 60);
     }
 
     #[test]

@@ -197,6 +197,41 @@ fn a_matrix_has_the_same_bits_in_any_batch_under_any_cap_and_at_any_run() {
     table.finish();
 }
 
+/// Alone they are computed in launches and tiles of 160 columns, together in one launch and tiles of 256,
+/// and each is normalized before the next one is read.
+#[test]
+#[ignore = "needs a GPU"]
+fn large_matrices_have_the_same_bits_in_any_batch() {
+    let Some(device) = hopper_device() else {
+        return;
+    };
+    let mut table = Table::new("Hopper kernels on large matrices, alone and together");
+    for (rows, cols) in [(2048, 2056), (2037, 2101), (2101, 2037)] {
+        let x = random(&[5, rows, cols], 12, &device);
+        for precision in PRECISIONS {
+            let ns = hopper(Method::Gram, precision);
+            let together = ns.orthogonalize(&x).unwrap();
+            let mut differing = 0;
+            for i in 0..5 {
+                let alone = ns.orthogonalize(&x.get(i).unwrap()).unwrap();
+                let difference = (together.get(i).unwrap() - &alone).unwrap().abs().unwrap();
+                let most = difference.max_all().unwrap().to_scalar::<f32>().unwrap();
+                differing += usize::from(most != 0.0);
+            }
+            let choices = [1, 5].map(|count| {
+                let choice = ns.choice(&device, count, rows, cols).unwrap().unwrap();
+                choice.to_string()
+            });
+            table.line(
+                &format!("{rows} x {cols} {precision}: {}", choices.join(", ")),
+                &format!("{differing} of 5 differ"),
+                differing == 0,
+            );
+        }
+    }
+    table.finish();
+}
+
 /// The first run launches one product after the other, later ones a graph, or all products together.
 #[test]
 #[ignore = "needs a GPU"]
