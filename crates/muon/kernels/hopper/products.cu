@@ -443,6 +443,14 @@ __host__ __device__ constexpr int narrower(int columns, bool symmetric) {
   }
 }
 
+// The columns of a tile that the rows of a warpgroup need, not less than a block: of a symmetric product
+// those up to the diagonal.
+__device__ __forceinline__ int columns_of(const Tile& tile, Op op, int warpgroup) {
+  const int columns = 32 * tile.halves;
+  if (op != Op::kSymmetric) return columns;
+  return max(min(columns, tile.row + (warpgroup + 1) * kBlock - tile.column), kBlock);
+}
+
 // `compute` for so many columns, at most `kColumns`.
 template <class T, Op kOp, int kColumns, class Ring>
 __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const Fragments& at,
@@ -494,7 +502,7 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
       const Tile next = work.tiles[2 * min(i + 1, end - 1) + rank];
       const Product& product = work.products[tile.product];
       const TensorMap* map_d = &maps.of[product.d];
-      const int columns = 32 * tile.halves;
+      const int columns = columns_of(tile, product.op, warpgroup);
       if (tile.shape == Shape::kHalf && warpgroup > 0) {
         stand_by(ring, staging, product.k_blocks);
       } else if (product.op == Op::kSymmetric) {

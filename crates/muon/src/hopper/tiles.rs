@@ -125,9 +125,18 @@ impl Tile {
         }
     }
 
-    pub(super) fn elements(&self) -> usize {
+    /// Elements that are computed of it: of a symmetric product about those up to the diagonal.
+    pub(super) fn elements(&self, is_symmetric: bool) -> usize {
         let warpgroups = if self.is_of_two() { 2 } else { 1 };
-        ROWS / 2 * warpgroups * self.columns()
+        let columns = |warpgroup: usize| {
+            let to_diagonal = self.row - self.column + ((warpgroup + 1) * BLOCK) as i32;
+            if is_symmetric {
+                self.columns().min(to_diagonal.max(BLOCK as i32) as usize)
+            } else {
+                self.columns()
+            }
+        };
+        BLOCK * (0..warpgroups).map(columns).sum::<usize>()
     }
 
     /// Whether both warpgroups of a block compute and store a part of it.

@@ -85,9 +85,9 @@ impl Schedule {
     /// Floating-point operations of all tiles.
     pub(crate) fn flops(&self, program: &[Product], batch: Batch) -> u64 {
         let of = |tile: &Tile| {
-            let product = usize::from(tile.product).min(program.len() - 1);
-            let k = k_blocks(&program[product], batch) * BLOCK as u64;
-            2 * tile.elements() as u64 * k
+            let product = &program[usize::from(tile.product).min(program.len() - 1)];
+            let k = k_blocks(product, batch) * BLOCK as u64;
+            2 * tile.elements(product.is_symmetric()) as u64 * k
         };
         self.tiles.iter().map(of).sum()
     }
