@@ -48,7 +48,7 @@ fn check_copies(copies: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
         check_places(&operands)?;
         check_devices(&operands, "copy")?;
     }
-    check_written(copies.iter().copied(), ["the target", "the values"])
+    check_written(copies, ["the target", "the values"])
 }
 
 struct CopyOp;

@@ -128,7 +128,8 @@ pub fn apply_updates(updates: &[Update<'_>], lr: f64, weight_decay: f64) -> Resu
         check_devices(&operands, "apply")?;
     }
     let pairs = updates.iter().map(|one| (one.weights, one.orthogonalized));
-    check_written(pairs, ["the weights", "the update"])?;
+    let pairs: Vec<_> = pairs.collect();
+    check_written(&pairs, ["the weights", "the update"])?;
     let keep = (1.0 - lr * weight_decay) as f32;
     let on_one_device =
         |a: &Update<'_>, b: &Update<'_>| a.weights.device().same_device(b.weights.device());

@@ -75,11 +75,11 @@ pub(super) fn check_devices(operands: &[Operand<'_>], op: &'static str) -> Resul
 
 /// Of contiguous tensors that are written, each from another one: no buffer is both read and written, and nothing is
 /// written twice.
-pub(super) fn check_written<'a>(
-    pairs: impl Iterator<Item = (&'a Tensor, &'a Tensor)> + Clone,
+pub(super) fn check_written(
+    pairs: &[(&Tensor, &Tensor)],
     [target, values]: [&'static str; 2],
 ) -> Result<(), Error> {
-    let mut written: Vec<_> = pairs.clone().map(|(target, _)| place(target)).collect();
+    let mut written: Vec<_> = pairs.iter().map(|(target, _)| place(target)).collect();
     written.sort_unstable();
     let is_written = |x: &Tensor| {
         let read = storage(x);
@@ -89,7 +89,7 @@ pub(super) fn check_written<'a>(
             .is_some_and(|(buffer, ..)| *buffer == read)
     };
     let overlap = |pair: &[(usize, usize, usize)]| pair[0].0 == pair[1].0 && pair[0].2 > pair[1].1;
-    let second = if pairs.clone().any(|(_, values)| is_written(values)) {
+    let second = if pairs.iter().any(|(_, values)| is_written(values)) {
         values
     } else if written.windows(2).any(overlap) {
         "another of its kind"
