@@ -16,7 +16,7 @@ template <class T, class S>
 __device__ __forceinline__ void move(const Addresses& targets, const Addresses& values, const Chunk& chunk) {
     T* __restrict__ to = chunk.of<T>(targets);
     const S* __restrict__ from = chunk.of<S>(values);
-    const auto step = [&](u32 i, auto width) {
+    const auto take = [&](u32 i, auto width) {
         constexpr u32 N = decltype(width)::value;
         const auto read = load<N>(from, i);
         Pack<T, N> cast;
@@ -25,7 +25,7 @@ __device__ __forceinline__ void move(const Addresses& targets, const Addresses& 
         store(to, i, cast);
     };
     // 16 bytes of a half, twice as many of a float.
-    chunk.each<8>(step, to, from);
+    chunk.each<8>(take, to, from);
 }
 
 // A block copies one chunk of one tensor. A dtype is DTYPES times that of the target, and that of the values.

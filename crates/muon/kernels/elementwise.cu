@@ -4,7 +4,7 @@
 #include "many.cuh"
 
 // What a gradient is multiplied with, one after the other.
-struct Factors {
+struct GradientFactors {
     float mean, clip;
     template <class T> __device__ __forceinline__ float of(T g) const {
         return __fmul_rn(clip, __fmul_rn(mean, to_f32(g)));
@@ -13,9 +13,9 @@ struct Factors {
 
 // h = (1-beta) g, m <- beta m + h, and u = beta m + h with nesterov, else m.
 template <class T>
-__device__ __forceinline__ void momentum(float* __restrict__ m, const T* __restrict__ g, Factors factors,
+__device__ __forceinline__ void momentum(float* __restrict__ m, const T* __restrict__ g, GradientFactors factors,
                                          float* __restrict__ u, float beta, float complement, u32 nesterov, u64 n) {
-    const auto step = [&](u64 i, auto width) {
+    const auto take = [&](u64 i, auto width) {
         constexpr u32 N = decltype(width)::value;
         auto momenta = load<N>(m, i);
         const auto gradients = load<N>(g, i);
@@ -30,18 +30,18 @@ __device__ __forceinline__ void momentum(float* __restrict__ m, const T* __restr
         store(m, i, momenta);
         store(u, i, updates);
     };
-    each_pack(n, step, m, g, u);
+    each_pack(n, take, m, g, u);
 }
 
-// The scalars of a step, in the order of `AdamWFactors`.
-struct AdamW {
+// The scalars of a step.
+struct AdamWFactors {
     float beta1, complement1, correction1, beta2, complement2, correction2, keep, lr, eps;
 };
 
 template <class T>
 __device__ __forceinline__ void adamw(float* __restrict__ p, float* __restrict__ m, float* __restrict__ v,
-                                      const T* __restrict__ g, Factors factors, const AdamW& a, u64 n) {
-    const auto step = [&](u64 i, auto width) {
+                                      const T* __restrict__ g, GradientFactors factors, const AdamWFactors& a, u64 n) {
+    const auto take = [&](u64 i, auto width) {
         constexpr u32 N = decltype(width)::value;
         auto weights = load<N>(p, i);
         auto firsts = load<N>(m, i), seconds = load<N>(v, i);
@@ -62,13 +62,13 @@ __device__ __forceinline__ void adamw(float* __restrict__ p, float* __restrict__
         store(v, i, seconds);
         store(p, i, weights);
     };
-    each_pack(n, step, p, m, v, g);
+    each_pack(n, take, p, m, v, g);
 }
 
 // s <- s + factor x.
 template <class T>
 __device__ __forceinline__ void accumulate(float* __restrict__ s, const T* __restrict__ x, float factor, u64 n) {
-    const auto step = [&](u64 i, auto width) {
+    const auto take = [&](u64 i, auto width) {
         constexpr u32 N = decltype(width)::value;
         auto sums = load<N>(s, i);
         const auto values = load<N>(x, i);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void accumulate(float* __restrict__ s, const T* __res
         for (u32 k = 0; k < N; ++k) sums.of[k] = __fadd_rn(sums.of[k], __fmul_rn(factor, to_f32(values.of[k])));
         store(s, i, sums);
     };
-    each_pack(n, step, s, x);
+    each_pack(n, take, s, x);
 }
 
 // Of many tensors, p <- keep p - step o, with a step for each. A block updates one chunk of one tensor.
@@ -86,28 +86,28 @@ __device__ __forceinline__ void apply(const Addresses& weights, const Addresses&
     const Chunk chunk(chunks);
     float* __restrict__ p = chunk.of<float>(weights);
     const T* __restrict__ o = chunk.of<T>(updates);
-    const float scale = steps.of[chunk.tensor];
-    const auto step = [&](u32 i, auto width) {
+    const float s = steps.of[chunk.tensor];
+    const auto take = [&](u32 i, auto width) {
         constexpr u32 N = decltype(width)::value;
         auto values = load<N>(p, i);
         const auto update = load<N>(o, i);
 #pragma unroll
         for (u32 k = 0; k < N; ++k) {
-            values.of[k] = __fsub_rn(__fmul_rn(keep, values.of[k]), __fmul_rn(scale, to_f32(update.of[k])));
+            values.of[k] = __fsub_rn(__fmul_rn(keep, values.of[k]), __fmul_rn(s, to_f32(update.of[k])));
         }
         store(p, i, values);
     };
-    chunk.each<4>(step, p, o);
+    chunk.each<4>(take, p, o);
 }
 
 #define FOR_DTYPE(T, suffix)                                                                                           \
-    extern "C" __global__ void momentum_##suffix(float* __restrict__ m, const T* __restrict__ g, Factors factors,      \
+    extern "C" __global__ void momentum_##suffix(float* __restrict__ m, const T* __restrict__ g, GradientFactors factors,      \
                                                  float* __restrict__ u, float beta, float complement, u32 nesterov,    \
                                                  u64 n) {                                                              \
         momentum(m, g, factors, u, beta, complement, nesterov, n);                                                     \
     }                                                                                                                  \
     extern "C" __global__ void adamw_##suffix(float* __restrict__ p, float* __restrict__ m, float* __restrict__ v,     \
-                                              const T* __restrict__ g, Factors factors, AdamW scalars, u64 n) {        \
+                                              const T* __restrict__ g, GradientFactors factors, AdamWFactors scalars, u64 n) {        \
         adamw(p, m, v, g, factors, scalars, n);                                                                        \
     }                                                                                                                  \
     extern "C" __global__ void accumulate_##suffix(float* __restrict__ s, const T* __restrict__ x, float factor,       \

@@ -1,10 +1,10 @@
 // Many tensors in one launch: tables that are arguments, of which all together have 4 KiB, and a block for each chunk of
-// a tensor. As src/cuda/many.rs has them.
+// a tensor. The tables are those of src/cuda/many.rs.
 #pragma once
 #include "numbers.cuh"
 
 constexpr u32 TENSORS = 120;   // of a launch
-constexpr u32 THREADS = 256;   // of a block
+constexpr u32 THREADS = 256;   // of a block, as src/cuda/launch.rs has it
 
 struct Addresses { u64 of[TENSORS]; };
 struct Dtypes { u32 of[TENSORS]; };
@@ -19,6 +19,7 @@ struct Chunks {
     // Elements of a block.
     u32 chunk;
 };
+static_assert(sizeof(Chunks) == 12 * TENSORS + 16, "as src/cuda/many.rs has it");
 
 // What this block goes over.
 struct Chunk {

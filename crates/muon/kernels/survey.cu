@@ -85,7 +85,7 @@ template <class T> __device__ __forceinline__ Findings scan(const Addresses& add
 // A block surveys one chunk of one tensor.
 extern "C" __global__ void __launch_bounds__(THREADS)
     survey_chunks(const __grid_constant__ Addresses addresses, const __grid_constant__ Dtypes dtypes,
-                  const __grid_constant__ Chunks cut, Findings* chunks) {
+                  const __grid_constant__ Chunks cut, Findings* partial) {
     const Chunk chunk(cut);
     Findings found;
     switch (dtypes.of[chunk.tensor]) {
@@ -95,15 +95,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         default: found = scan<double>(addresses, chunk); break;
     }
     found = join_block(found);
-    if (threadIdx.x == 0) chunks[blockIdx.x] = found;
+    if (threadIdx.x == 0) partial[blockIdx.x] = found;
 }
 
 // A block joins the chunks of one tensor.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    survey_tensors(const __grid_constant__ Chunks cut, const Findings* chunks, Findings* tensors) {
+    survey_tensors(const __grid_constant__ Chunks cut, const Findings* partial, Findings* tensors) {
     Findings found = {0.0, 0.0, 0.0, 0.0};
     const u32 end = cut.firsts[blockIdx.x + 1];
-    for (u32 chunk = cut.firsts[blockIdx.x] + threadIdx.x; chunk < end; chunk += THREADS) found.join(chunks[chunk]);
+    for (u32 chunk = cut.firsts[blockIdx.x] + threadIdx.x; chunk < end; chunk += THREADS) found.join(partial[chunk]);
     found = join_block(found);
     if (threadIdx.x == 0) tensors[blockIdx.x] = found;
 }

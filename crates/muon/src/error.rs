@@ -97,6 +97,12 @@ pub enum Error {
         /// The other.
         second: &'static str,
     },
+    /// Two tensors that are written in one call have elements in common.
+    #[error("two of {what} overlap")]
+    Overlap {
+        /// The operands.
+        what: &'static str,
+    },
     /// A routing rule matched no parameter.
     #[error("rule {pattern:?} matches no parameter")]
     UnusedRule {

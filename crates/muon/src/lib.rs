@@ -7,7 +7,7 @@
 //! | part | what it does |
 //! |---|---|
 //! | [`NewtonSchulz`] | orthogonalizes matrices, alone or batched by shape |
-//! | [`copy_all`], [`accumulate`], [`momentum_update`], [`apply_updates`], [`adamw_update`], [`survey()`] | the element-wise steps, each in one pass, on any slice of a parameter |
+//! | [`copy_all`], [`accumulate`], [`momentum_update`], [`apply_updates`], [`adamw_update`], [`survey()`] | the element-wise steps, each in one pass, on any slice of a parameter; their operands are tensors, a [`Gradient`], an [`Update`] |
 //! | [`UpdateScale`] | how large an update is, by the shape of its matrix |
 //! | [`Rules`] | which parameter is Muon's, and of which matrices it is made |
 //! | [`Muon`], [`MuonWithAdamW`] | optimizers of one device, built of these |

@@ -125,9 +125,8 @@ fn assign(params: &Params, layout: &Layout) -> Vec<Rank> {
             .collect();
         parts.sort_unstable();
         let mut taken = vec![false; alike.len()];
-        let first = |id: MatrixId| alike.partition_point(|(_, other)| *other < id);
         for (_, id, rank) in parts {
-            let index = first(id);
+            let index = alike.partition_point(|(_, other)| *other < id);
             if !taken[index] && turns.take(rank) {
                 owners[id.index()] = rank;
                 taken[index] = true;
@@ -141,7 +140,8 @@ fn assign(params: &Params, layout: &Layout) -> Vec<Rank> {
     owners
 }
 
-/// The two largest parts of a matrix, as they are compared: a matrix in more than two is nowhere at home.
+/// The two largest parts of a matrix, as they are compared: of one in many parts most travels whoever
+/// computes it, so no others are tried.
 fn largest_parts(
     params: &Params,
     layout: &Layout,

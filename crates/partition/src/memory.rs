@@ -61,7 +61,8 @@ pub struct Memory {
     /// of that space is reduced.
     pub buckets: Bytes,
     /// The longest buffer of an exchange: each is given up before the next one is made, although a
-    /// backend may keep it until its device is done with it.
+    /// backend may keep it until its device is done with it. The last one is kept until the weights
+    /// are gathered.
     pub exchange: Bytes,
     /// The buffers of gathered weights, each as long as the longest window of its flat space, and
     /// kept from step to step: one of each flat space, and a second one where two windows in a row

@@ -26,7 +26,7 @@ pub struct Terms {
 
 impl Terms {
     /// How often a step reduces each bucket.
-    pub(crate) const fn reductions(&self) -> usize {
+    pub(crate) const fn reductions_of_a_bucket(&self) -> usize {
         match self.stage {
             Stage::One => 1,
             Stage::Two => self.accumulate.get(),
@@ -63,7 +63,7 @@ impl Plan {
 
     /// The calls before the exchanges, on every rank: gradients and the control sum.
     pub(crate) fn reductions(&self, terms: &Terms) -> Vec<Call> {
-        let times = terms.reductions();
+        let times = terms.reductions_of_a_bucket();
         let buckets = self.layout().buckets().iter().zip(self.buckets());
         let once: Vec<_> = buckets
             .flat_map(|(bucket, plan)| {
@@ -121,7 +121,7 @@ impl Plan {
     /// The element type in which a rank keeps the reduced gradients of a flat space: the wire's,
     /// or fp32 where it adds those of several micro-batches.
     pub fn reduced_wire(&self, space: SpaceId, terms: &Terms) -> Wire {
-        if terms.reductions() > 1 {
+        if terms.reductions_of_a_bucket() > 1 {
             Wire::F32
         } else {
             self.gradient_wire(space, terms)

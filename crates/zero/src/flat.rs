@@ -17,6 +17,13 @@ pub(crate) fn view(flat: &Tensor, span: Span) -> Result<Tensor> {
     flat.narrow(0, span.start, span.len())
 }
 
+/// What is written where.
+pub(crate) struct Write<'a> {
+    pub(crate) flat: &'a Tensor,
+    pub(crate) at: usize,
+    pub(crate) values: Tensor,
+}
+
 /// Writes `values`, cast to the dtype of `flat`, at an offset.
 pub(crate) fn write(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
     write_all(&[Write {
@@ -26,14 +33,7 @@ pub(crate) fn write(flat: &Tensor, at: usize, values: &Tensor) -> Result<()> {
     }])
 }
 
-/// What is written where.
-pub(crate) struct Write<'a> {
-    pub(crate) flat: &'a Tensor,
-    pub(crate) at: usize,
-    pub(crate) values: Tensor,
-}
-
-/// The same of many at once: a device launches one operation.
+/// The same of many at once: a device does many in one launch.
 pub(crate) fn write_all(writes: &[Write<'_>]) -> Result<()> {
     let place = |write: &Write<'_>| {
         let span = Span::of_len(write.at, write.values.elem_count());

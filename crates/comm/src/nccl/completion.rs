@@ -39,7 +39,7 @@ impl Completion for InFlight {
             ended.or_else(|| issued.get().map(|_| Ok(())))
         };
         let sleep = || self.link.wait(Duration::MAX, |_| found(), |_| Ok(()));
-        look(found).unwrap_or_else(sleep)?;
+        look(EAGER, found).unwrap_or_else(sleep)?;
         let joined = issued.get().map_or(Ok(()), |event| compute.wait(event));
         joined.map_err(|e| {
             let error = Error::Backend {
@@ -53,18 +53,19 @@ impl Completion for InFlight {
 
     fn finish(self: Box<Self>, deadline: Duration) -> Result<(), Error> {
         let found = || self.progress.ended.get().cloned().map(Some);
-        let sleep = || self.link.wait(deadline, |_| found(), |_| None);
-        let ended = look(found).unwrap_or_else(sleep);
+        let rest = deadline.saturating_sub(EAGER);
+        let sleep = || self.link.wait(rest, |_| found(), |_| None);
+        let ended = look(EAGER.min(deadline), found).unwrap_or_else(sleep);
         ended.unwrap_or_else(|| Err(self.link.expire(&self.started, deadline)))
     }
 }
 
-/// What is found within a short time.
-fn look<R>(found: impl Fn() -> Option<R>) -> Option<R> {
+/// What is found within a time, without sleeping.
+fn look<R>(time: Duration, found: impl Fn() -> Option<R>) -> Option<R> {
     let begun = Instant::now();
     loop {
         let now = found();
-        if now.is_some() || begun.elapsed() >= EAGER {
+        if now.is_some() || begun.elapsed() >= time {
             return now;
         }
         thread::yield_now();

@@ -17,7 +17,7 @@ use crate::{Error, Started};
 
 /// How often to look without a pause after a request has come, for the next one and for its end, and
 /// how long a pause is: a collective takes tens of microseconds at least.
-const EAGER: u32 = 200;
+const LOOKS: u32 = 200;
 const NAP: Duration = Duration::from_micros(50);
 
 /// How long to wait for a request when there is none, before looking for bad news.
@@ -112,7 +112,7 @@ impl Engine {
 
     /// The next job, if one can be taken and comes before it is time to look at the flight again.
     fn next(&self, looks: u32) -> Result<Job, mpsc::RecvTimeoutError> {
-        let wait = if looks < EAGER {
+        let wait = if looks < LOOKS {
             thread::yield_now();
             Duration::ZERO
         } else if self.flight.head().is_none() {

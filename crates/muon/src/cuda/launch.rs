@@ -7,7 +7,7 @@ use cudarc::driver::{
     CudaSlice, CudaView, CudaViewMut, DevicePtr, DeviceRepr, LaunchArgs, LaunchConfig,
 };
 
-/// Threads of a block.
+/// Threads of a block, as `kernels/many.cuh` has it.
 const THREADS: usize = 256;
 /// Elements of a thread, as `kernels/numbers.cuh` has it.
 const A_THREAD: usize = 4;
@@ -30,7 +30,8 @@ pub(super) fn view_mut<'a, T: CudaDType>(
     Ok(storage.as_cuda_slice_mut::<T>()?.slice_mut(start..end))
 }
 
-/// Where a contiguous tensor begins on a device. It stands for as long as the tensor does.
+/// Where a contiguous tensor begins on a device. It stands for as long as the tensor does. cudarc is told of a read, and
+/// before the launch: what comes before and after is ordered by the device's one stream alone.
 pub(super) fn address<T: CudaDType>(device: &CudaDevice, x: &Tensor) -> Result<u64> {
     let (storage, layout) = x.storage_and_layout();
     let storage = match &*storage {

@@ -51,6 +51,11 @@ pub(super) struct Chunks {
     chunk: u32,
 }
 
+const _: () = assert!(
+    size_of::<Chunks>() == 12 * TENSORS + 16,
+    "as `many.cuh` has it"
+);
+
 // SAFETY: it is the `Chunks` of `many.cuh`, and any bits are one.
 unsafe impl DeviceRepr for Chunks {}
 

@@ -5,8 +5,10 @@
 //! - an address comes from a view of a live slice, and a kernel stays within the view's length, which
 //!   it gets as an argument from the same view;
 //! - a slice that is dropped after a launch is freed in the order of the stream, after the kernel;
-//! - what is written is new, or lent by candle for writing, and shares no storage with what is read
-//!   (`check_operands`, and candle's own check).
+//! - what is written is new, or lent by candle for writing, or named by its address (`copy_all`,
+//!   `apply_all`): then no lock is held and cudarc knows of no write, so all work on it must be on its
+//!   device's one stream. That it shares no storage with what is read is checked before
+//!   (`check_places`, `check_written`, and candle's own check).
 
 mod copies;
 mod element;

@@ -82,7 +82,7 @@ fn momentum_from<T: Element>(
         .arg(&nesterov)
         .arg(&len);
     // SAFETY: `momentum_*(m, g, factors, u, beta, complement, nesterov, n)`; all slices have n elements
-    // (`check_operands`).
+    // (`check_places`).
     unsafe { launch(&mut arguments, over(elements, 1)?) }?;
     Ok(tensor(update, device, shape))
 }
@@ -131,7 +131,7 @@ fn apply_from<T: Element>(
     unsafe { launch(&mut arguments, blocks(chunks.blocks(), 1)?) }
 }
 
-// SAFETY: it is the `AdamW` of `elementwise.cu`, and any bits are one.
+// SAFETY: it is the `AdamWFactors` of `elementwise.cu`, and any bits are one.
 unsafe impl DeviceRepr for AdamWFactors {}
 
 /// One AdamW step on weights and the moments `m` and `v`.
@@ -177,7 +177,7 @@ fn adamw_from<T: Element>(
                 .arg(factors)
                 .arg(&len);
             // SAFETY: `adamw_*(p, m, v, g, factors, scalars, n)`; all slices have n elements
-            // (`check_operands`).
+            // (`check_places`).
             unsafe { launch(&mut arguments, over(elements, 1)?) }
         })
     })

@@ -53,7 +53,7 @@ pub(super) fn findings(device: &CudaDevice, tensors: &[Tensor]) -> Result<CudaSl
             .arg(&tensors.dtypes)
             .arg(cut)
             .arg(&mut partial);
-        // SAFETY: `survey_chunks(addresses, dtypes, cut, chunks)`, with arrays of the sizes of
+        // SAFETY: `survey_chunks(addresses, dtypes, cut, partial)`, with arrays of the sizes of
         // `many.cuh`; the addresses are of live tensors of these lengths and dtypes,
         // and `partial` has a finding for each block.
         unsafe { launch(&mut arguments, blocks(cut.blocks(), 1)?) }?;
@@ -62,7 +62,7 @@ pub(super) fn findings(device: &CudaDevice, tensors: &[Tensor]) -> Result<CudaSl
         let mut found = all.slice_mut(start..start + FIELDS * cut.count());
         let mut arguments = second_stage.builder();
         arguments.arg(cut).arg(&partial).arg(&mut found);
-        // SAFETY: `survey_tensors(cut, chunks, tensors)` with a block for each tensor.
+        // SAFETY: `survey_tensors(cut, partial, tensors)` with a block for each tensor.
         unsafe { launch(&mut arguments, blocks(cut.count(), 1)?) }?;
     }
     Ok(all)

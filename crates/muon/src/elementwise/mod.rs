@@ -1,9 +1,11 @@
 //! The element-wise steps: each one pass over memory, in f32, every operation rounded by itself.
 //!
 //! Operands are contiguous tensors of equal length, of any shape, on one device, f32 where nothing
-//! else is said; views of larger buffers are written through. No buffer is both read and written in one call.
+//! else is said; views of larger buffers are written through. What is written
+//! is in a buffer of its own; only the targets of one [`copy_all`], and the weights of one [`apply_updates`], may be
+//! views of one buffer, which do not overlap.
 //!
-//! Elements have the same bits on every device.
+//! Elements have the same bits on every device, but for what is no number. A CPU widens half precision first.
 
 mod copies;
 mod operands;
@@ -73,6 +75,26 @@ pub fn accumulate(sum: &Tensor, values: &Tensor, factor: f64) -> Result<(), Erro
 /// As computed, with β and 1-β each rounded to f32 once:
 /// `h = (1-β)·g`, `M ← β·M + h`, and the result is `β·M + h` with nesterov, else a copy of M.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use polarshard_muon::{Gradient, Update, apply_updates, momentum_update};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let (weights, momentum) = (Tensor::new(&[1f32, 1.0], &Device::Cpu)?, Tensor::new(&[0f32, 4.0], &Device::Cpu)?);
+/// // The sum over four samples, whose mean is too long by half.
+/// let sum = Tensor::new(&[8f32, 0.0], &Device::Cpu)?;
+/// let gradient = Gradient { values: &sum, mean: 0.25, clip: 0.5 };
+/// let update = momentum_update(&momentum, gradient, 0.5, false)?;
+/// assert_eq!(update.to_vec1::<f32>()?, [0.5, 2.0]);
+///
+/// // One that is not orthogonalized, for once.
+/// let update = Update { weights: &weights, orthogonalized: &update, scale: 2.0 };
+/// apply_updates(&[update], 0.25, 0.0)?;
+/// assert_eq!(weights.to_vec1::<f32>()?, [0.75, 0.0]);
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// For operands that are not contiguous or not of equal length in buffers of their own, and a momentum
 /// that is not f32; the momentum is untouched then.
@@ -107,7 +129,8 @@ pub struct Update<'a> {
     pub scale: f64,
 }
 
-/// Decays weights and subtracts their orthogonalized updates. A device does all of it in one launch.
+/// Decays weights and subtracts their orthogonalized updates. A device does up to 120 in one launch, if their
+/// dtypes do not change between.
 ///
 /// As computed, with `d = 1 - lr·weight_decay` and `s = lr·scale` each rounded to f32 once:
 /// `p ← d·p - s·o`. Without decay d is 1, which leaves p exact.
@@ -129,7 +152,7 @@ pub fn apply_updates(updates: &[Update<'_>], lr: f64, weight_decay: f64) -> Resu
     }
     let pairs = updates.iter().map(|one| (one.weights, one.orthogonalized));
     let pairs: Vec<_> = pairs.collect();
-    check_written(&pairs, ["the weights", "the update"])?;
+    check_written(&pairs, ["the weights", "the updates"])?;
     let keep = (1.0 - lr * weight_decay) as f32;
     let on_one_device =
         |a: &Update<'_>, b: &Update<'_>| a.weights.device().same_device(b.weights.device());

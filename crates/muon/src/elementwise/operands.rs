@@ -5,14 +5,14 @@ use candle_core::{DType, Storage, Tensor};
 use crate::Error;
 
 /// The buffer that a tensor is a view of, as a number.
-pub(super) fn storage(x: &Tensor) -> usize {
+fn buffer(x: &Tensor) -> usize {
     std::ptr::from_ref::<Storage>(&x.storage_and_layout().0).addr()
 }
 
 /// Whether two tensors are views of one buffer.
 pub(crate) fn shares_storage(a: &Tensor, b: &Tensor) -> bool {
     // One guard at a time: two of the same lock could wait for each other.
-    storage(a) == storage(b)
+    buffer(a) == buffer(b)
 }
 
 pub(super) type Operand<'a> = (&'static str, &'a Tensor);
@@ -79,31 +79,29 @@ pub(super) fn check_written(
     pairs: &[(&Tensor, &Tensor)],
     [target, values]: [&'static str; 2],
 ) -> Result<(), Error> {
-    let mut written: Vec<_> = pairs.iter().map(|(target, _)| place(target)).collect();
+    let pairs = pairs.iter().filter(|(target, _)| target.elem_count() > 0);
+    let mut written: Vec<_> = pairs.clone().map(|(target, _)| place(target)).collect();
     written.sort_unstable();
     let is_written = |x: &Tensor| {
-        let read = storage(x);
-        let after = written.partition_point(|(buffer, ..)| *buffer < read);
-        written
-            .get(after)
-            .is_some_and(|(buffer, ..)| *buffer == read)
+        let read = buffer(x);
+        let after = written.partition_point(|(other, ..)| *other < read);
+        written.get(after).is_some_and(|(other, ..)| *other == read)
     };
     let overlap = |pair: &[(usize, usize, usize)]| pair[0].0 == pair[1].0 && pair[0].2 > pair[1].1;
-    let second = if pairs.iter().any(|(_, values)| is_written(values)) {
-        values
-    } else if written.windows(2).any(overlap) {
-        "another of its kind"
-    } else {
-        return Ok(());
-    };
-    Err(Error::SharedStorage {
-        first: target,
-        second,
-    })
+    if pairs.clone().any(|(_, values)| is_written(values)) {
+        return Err(Error::SharedStorage {
+            first: target,
+            second: values,
+        });
+    }
+    if written.windows(2).any(overlap) {
+        return Err(Error::Overlap { what: target });
+    }
+    Ok(())
 }
 
 /// The buffer of a contiguous tensor, and where it begins and ends there.
 fn place(x: &Tensor) -> (usize, usize, usize) {
     let start = x.layout().start_offset();
-    (storage(x), start, start + x.elem_count())
+    (buffer(x), start, start + x.elem_count())
 }

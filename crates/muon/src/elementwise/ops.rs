@@ -152,17 +152,6 @@ impl InplaceOp2 for ApplyOp {
         }
         Ok(())
     }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        _: &mut CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> CandleResult<()> {
-        unreachable!("updates on a device are launched together")
-    }
 }
 
 fn scaled(gradient: f32, [mean, clip]: GradientFactors) -> f32 {

@@ -1,4 +1,5 @@
 use candle_core::{DType, Device, Tensor};
+use half::f16;
 use polarshard_muon::{
     AdamWConfig, Error, Gradient, Update, accumulate, adamw_update, apply_updates, copy, copy_all,
     momentum_update,
@@ -96,6 +97,28 @@ fn a_cast_is_to_the_nearest_and_ties_are_to_even() {
     }
 }
 
+/// Not numbers, whose other bits a cast would lose.
+#[test]
+fn what_is_no_number_is_copied_bit_by_bit() {
+    let single = [0x7fa0_1234, 0xffc0_0001u32].map(f32::from_bits);
+    let target = zeros(2);
+    copy(&target, &Tensor::new(&single, &Device::Cpu).unwrap()).unwrap();
+    let found = target.to_vec1::<f32>().unwrap();
+    assert_eq!(
+        found.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+        single.map(f32::to_bits)
+    );
+
+    let half = [0x7d23, 0xfe01u16].map(f16::from_bits);
+    let target = Tensor::zeros(2, DType::F16, &Device::Cpu).unwrap();
+    copy(&target, &Tensor::new(&half, &Device::Cpu).unwrap()).unwrap();
+    let found = target.to_vec1::<f16>().unwrap();
+    assert_eq!(
+        found.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+        half.map(f16::to_bits)
+    );
+}
+
 #[test]
 fn many_are_copied_at_once_or_none() {
     let (buffer, values) = (zeros(10), gaussian(&[6], 1));
@@ -105,6 +128,7 @@ fn many_are_copied_at_once_or_none() {
     copy_all(&[
         (&at(7, 3), &half.narrow(0, 0, 3).unwrap()),
         (&nothing, &zeros(0)),
+        (&at(3, 0), &zeros(0)),
         (&at(1, 6), &values),
     ])
     .unwrap();
@@ -117,11 +141,11 @@ fn many_are_copied_at_once_or_none() {
     let other = gaussian(&[3], 2);
     let overlapping = [(&at(0, 3), &other), (&at(2, 6), &values)];
     let error = copy_all(&overlapping).unwrap_err().to_string();
-    assert_eq!(error, "the target and another of its kind share storage");
+    assert_eq!(error, "two of the targets overlap");
     let source = at(8, 2);
     let read_and_written = [(&at(0, 3), &other), (&zeros(2), &source)];
     let error = copy_all(&read_and_written).unwrap_err().to_string();
-    assert_eq!(error, "the target and the values share storage");
+    assert_eq!(error, "the targets and the values share storage");
     let one_is_short = [(&at(0, 6), &values), (&at(6, 2), &other)];
     let error = copy_all(&one_is_short).unwrap_err().to_string();
     assert_eq!(error, "the values has 3 elements; expected 2");
@@ -322,14 +346,14 @@ fn many_updates_are_applied_at_once_or_none() {
         update(&second, &half, 1.0),
     ];
     let error = apply_updates(&twice, 0.1, 0.0).unwrap_err().to_string();
-    assert_eq!(error, "the weights and another of its kind share storage");
+    assert_eq!(error, "two of the weights overlap");
     let own = at(&buffer, 0, 5);
     let own = [
         update(&first, &updates[0], 1.0),
         update(&updates[0], &own, 1.0),
     ];
     let error = apply_updates(&own, 0.1, 0.0).unwrap_err().to_string();
-    assert_eq!(error, "the weights and the update share storage");
+    assert_eq!(error, "the weights and the updates share storage");
     assert_eq!(bits(&buffer), bits(&expected));
 }
 

@@ -120,7 +120,7 @@ impl ZeroOptimizer {
         intake.begin(weight)?;
         for param in self.plan.params().plan_order() {
             if let Some(gradient) = gradients.get(&variables[param.index()])
-                && intake.accept_kept(param, gradient).is_err()
+                && intake.accept_lent(param, gradient).is_err()
             {
                 // Remembered by the intake; the micro-batch goes on without what follows.
                 break;

@@ -127,13 +127,14 @@ impl Stepper {
 
     /// Sends every rank's masters to all models.
     pub(crate) fn publish(&mut self, channel: &mut Channel) -> Result<()> {
-        self.publish_finished(channel, |_, _| Ok(()))
+        self.publish_after(channel, |_, _| Ok(()))
     }
 
-    fn publish_finished(
+    /// The same, each block after an update of it.
+    fn publish_after(
         &mut self,
         channel: &mut Channel,
-        finish: impl Fn(&Shard, BlockId) -> Result<()>,
+        update: impl Fn(&Shard, BlockId) -> Result<()>,
     ) -> Result<()> {
         let Self {
             shard,
@@ -142,7 +143,7 @@ impl Stepper {
             weights,
         } = self;
         publisher.publish(channel, plan, &shard.masters, weights, |block| {
-            finish(shard, block)
+            update(shard, block)
         })
     }
 
@@ -165,7 +166,7 @@ impl Stepper {
         factors: &[Factors],
     ) -> Result<usize> {
         let (channel, reduced) = (&mut intake.channel, &intake.reduced);
-        let orthogonalized = self.shard.orthogonalized(
+        let orthogonal = self.shard.begin_update(
             channel,
             reduced,
             |param| factors[param.index()],
@@ -173,10 +174,10 @@ impl Stepper {
             &config.muon,
             &config.adamw,
         )?;
-        self.publish_finished(channel, |shard, block| {
-            shard.apply(block, &orthogonalized, verdict, &config.muon)
+        self.publish_after(channel, |shard, block| {
+            shard.finish_update(block, &orthogonal, verdict, &config.muon)
         })?;
-        Ok(orthogonalized.computed)
+        Ok(orthogonal.computed)
     }
 
     /// By parameter.

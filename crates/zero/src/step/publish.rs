@@ -37,24 +37,25 @@ impl Publisher {
         }
     }
 
-    /// Gathers every rank's masters and copies them into the model. Those of each block are finished by `finish` before
-    /// anything reads them, while those of the block before it travel.
+    /// Gathers every rank's masters and copies them into the model. Each block gets its `update` first, while the block
+    /// before it travels.
     pub(crate) fn publish(
         &mut self,
         channel: &mut Channel,
         plan: &Plan,
         masters: &[Tensor],
         weights: &[Weight],
-        finish: impl Fn(BlockId) -> Result<()>,
+        update: impl Fn(BlockId) -> Result<()>,
     ) -> Result<()> {
         let world = channel.world().get();
         let mut gathering: Option<Gathering<'_>> = None;
         for (id, master) in plan.layout().block_ids().zip(masters) {
-            finish(id)?;
+            update(id)?;
             let block = plan.layout().block(id);
             if world == 1 {
                 let all = Span::of_len(0, block.shard_len);
                 copy_runs(block, world, all, master, weights)?;
+                continue;
             }
             let space = plan.layout().space(block.space);
             for window in plan.windows(id) {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use polarshard_partition::{ExchangeKind, ParamId, Plan, Rank};
+use polarshard_partition::{ExchangeKind, MatrixId, ParamId, Plan, Rank};
 
 use super::exchange::Exchange;
 use super::owned::{OwnedSlice, owned};
@@ -20,8 +20,8 @@ pub(crate) struct Shard {
     plan: Arc<Plan>,
     device: Device,
     pub(crate) owned: Vec<OwnedSlice>,
-    /// Those of matrices, by block.
-    pub(super) matrices: Vec<Vec<OwnedSlice>>,
+    /// By block: those of matrices.
+    pub(super) matrix_slices: Vec<Vec<(MatrixId, OwnedSlice)>>,
     /// By block.
     pub(crate) masters: Vec<Tensor>,
     /// By owned slice.
@@ -79,9 +79,11 @@ impl Shard {
             let values = flat::view(weights[slice.param.index()].values(), slice.span)?;
             flat::write(&masters[slice.block.index()], slice.at, &values)?;
         }
-        let mut matrices = vec![Vec::new(); masters.len()];
-        for slice in owned.iter().filter(|slice| slice.matrix.is_some()) {
-            matrices[slice.block.index()].push(*slice);
+        let mut matrix_slices = vec![Vec::new(); masters.len()];
+        for slice in &owned {
+            if let Some(matrix) = slice.matrix {
+                matrix_slices[slice.block.index()].push((matrix, *slice));
+            }
         }
         let mut full_momentum = BTreeMap::new();
         for param in plan.full_momentum(rank) {
@@ -100,7 +102,7 @@ impl Shard {
             plan,
             device,
             owned,
-            matrices,
+            matrix_slices,
             masters,
             state,
             muon,

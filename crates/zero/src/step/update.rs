@@ -38,17 +38,17 @@ impl Factors {
     }
 }
 
-/// What is left to do when all matrices are orthogonalized: the part of the group `muon` in the masters.
+/// What matrices get subtracted.
 #[derive(Debug)]
-pub(super) struct Orthogonalized {
+pub(super) struct Orthogonal {
     results: Fragments,
     /// How many matrices this rank computed.
     pub(super) computed: usize,
 }
 
 impl Shard {
-    /// Updates the masters of the group `adamw` from the reduced gradients, and finds the updates of the others.
-    pub(super) fn orthogonalized(
+    /// Updates the masters of the group `adamw`, and finds what is subtracted from those of matrices.
+    pub(super) fn begin_update(
         &mut self,
         channel: &mut Channel,
         reduced: &Reduced,
@@ -56,7 +56,7 @@ impl Shard {
         verdict: &Verdict,
         muon: &MuonConfig,
         adamw: &AdamWConfig,
-    ) -> Result<Orthogonalized> {
+    ) -> Result<Orthogonal> {
         let updates = self.momentum(channel, reduced, &factors, verdict, muon)?;
         let in_flight = self.send(ExchangeKind::Updates, channel, &updates)?;
         // Beside what travels: element-wise work shares a device with a collective. The kernels of a batch of matrices do
@@ -66,7 +66,7 @@ impl Shard {
         let mut results = self.orthogonalize(&jobs, updates, in_flight, muon)?;
         let in_flight = self.send(ExchangeKind::Results, channel, &results)?;
         self.receive(ExchangeKind::Results, in_flight, &mut results)?;
-        Ok(Orthogonalized {
+        Ok(Orthogonal {
             results,
             computed: jobs.len(),
         })
@@ -175,26 +175,21 @@ impl Shard {
     }
 
     /// Updates the masters of a block's matrices.
-    pub(super) fn apply(
+    pub(super) fn finish_update(
         &self,
         block: BlockId,
-        orthogonalized: &Orthogonalized,
+        orthogonal: &Orthogonal,
         verdict: &Verdict,
         muon: &MuonConfig,
     ) -> Result<()> {
-        let slices = self.matrices[block.index()].iter();
-        let parts = slices
-            .filter(|slice| !skipped(verdict, slice))
-            .map(|slice| {
-                let weights = flat::view(&self.masters[block.index()], slice.in_shard())?;
-                let result = orthogonalized.results.read(slice.param, slice.span)?;
-                let matrix = slice
-                    .matrix
-                    .map(|matrix| self.plan().params().matrix(matrix).1);
-                let scale =
-                    matrix.map_or(1.0, |matrix| muon.scale.factor(matrix.rows, matrix.cols));
-                Ok((weights, result, scale))
-            });
+        let slices = self.matrix_slices[block.index()].iter();
+        let slices = slices.filter(|(_, slice)| !skipped(verdict, slice));
+        let parts = slices.map(|(matrix, slice)| {
+            let weights = flat::view(&self.masters[block.index()], slice.in_shard())?;
+            let result = orthogonal.results.read(slice.param, slice.span)?;
+            let (_, matrix) = self.plan().params().matrix(*matrix);
+            Ok((weights, result, muon.scale.factor(matrix.rows, matrix.cols)))
+        });
         let parts = parts.collect::<Result<Vec<_>>>()?;
         let updates = parts.iter().map(|(weights, orthogonalized, scale)| Update {
             weights,

@@ -104,7 +104,12 @@ fn steps_have_the_bits_of_the_cpu() {
             moments[2] = moments[2].abs().unwrap();
             moments[3] = values.clone();
             compare(&mut table, &format!("adamw {dtype:?}"), &moments, &|x| {
-                adamw_update(&x[0], &x[1], &x[2], &x[3], 3, &config).unwrap();
+                let gradient = Gradient {
+                    values: &x[3],
+                    mean: 1.0 / 3.0,
+                    clip: 0.7,
+                };
+                adamw_update(&x[0], &x[1], &x[2], gradient, 3, &config).unwrap();
                 None
             });
             let operands = [operands[0].clone(), values];
@@ -229,6 +234,11 @@ fn an_operand_on_another_device_is_an_error() {
     assert!(accumulate(&there, &here, 1.0).is_err());
     let before = bits(&there);
     assert!(copy(&there, &here).is_err());
+    assert!(apply_update(&there, &here, 1.0, 0.1, 0.0).is_err());
+    // One that is right before one that is not.
+    let right = gaussian(&[10], 5).to_device(&device).unwrap();
+    let second = there.zeros_like().unwrap();
+    assert!(copy_all(&[(&there, &right), (&second, &here)]).is_err());
     assert_eq!(bits(&there), before);
     let other = gaussian(&[10], 3).to_device(&device).unwrap();
     let config = AdamWConfig::default();

@@ -1,6 +1,7 @@
 //! The gradients of a step, from the backward pass to the sums that a rank keeps.
 //!
-//! A gradient is checked and written to its place in its bucket as it comes.
+//! A gradient is checked as it comes, and written to its place in its bucket: at once, or together with its bucket's where
+//! all are handed in together.
 
 mod check;
 #[cfg(test)]
@@ -125,12 +126,12 @@ impl Intake {
     /// Takes a parameter's complete gradient of this micro-batch. An error is remembered: what comes after it is
     /// ignored, and the step's micro-batches will be dropped on all ranks.
     pub(crate) fn accept(&mut self, param: ParamId, gradient: &Tensor) -> Result<()> {
-        self.accept_kept(param, gradient)?;
+        self.accept_lent(param, gradient)?;
         self.settle().inspect_err(|error| self.fail(error))
     }
 
     /// The same for a gradient that its owner keeps until the micro-batch ends: a bucket's are written together.
-    pub(crate) fn accept_kept(&mut self, param: ParamId, gradient: &Tensor) -> Result<()> {
+    pub(crate) fn accept_lent(&mut self, param: ParamId, gradient: &Tensor) -> Result<()> {
         if self.cycle.has_failed() {
             return Ok(());
         }
@@ -207,13 +208,20 @@ impl Intake {
         let Some(home) = &homes[param.index()] else {
             return Ok(());
         };
-        let is_kept = gradient.is_contiguous();
+        let lent = flat::address(gradient);
         let gradient = flat::one_dimensional(gradient)?;
         let bytes = flat::bytes(&gradient);
         self.held.add(bytes);
-        let placed = self.place_at(home, &gradient);
-        // A copy of ours goes before the next one comes.
-        let placed = placed.and_then(|()| if is_kept { Ok(()) } else { self.settle() });
+        let before = self.arriving.len();
+        let placed = self.place_at(home, &gradient).and_then(|()| {
+            let arrived = &self.arriving[before..];
+            if arrived.iter().all(|one| flat::address(&one.values) == lent) {
+                Ok(())
+            } else {
+                // A copy of ours goes before the next one comes.
+                self.settle()
+            }
+        });
         self.held.remove(bytes);
         placed?;
         self.issue_full()
@@ -224,7 +232,7 @@ impl Intake {
         for piece in &home.pieces {
             let values = flat::view(gradient, piece.span)?;
             if to_wire {
-                self.write(home.bucket, piece.at, &values)?;
+                self.bring(home.bucket, piece.at, &values)?;
             } else {
                 let factor = self.cycle.current;
                 flat::add(self.local(home.bucket)?, piece.at, &values, factor)?;

@@ -10,6 +10,7 @@ use polarshard_partition::{Placement, Route, Span, WorldSize};
 use super::*;
 use crate::config::Config;
 use crate::setup::terms;
+use crate::step::OwnedSlice;
 
 /// Of two vectors so long, each a bucket with an element of padding, on one rank.
 fn intake(len: usize) -> Result<Intake> {
@@ -28,7 +29,7 @@ fn intake(len: usize) -> Result<Intake> {
     Intake::new(channel, &setup, weights)
 }
 
-/// Hands in gradients in plan order, until one is refused.
+/// Hands in gradients of ones in plan order, until one is refused.
 fn hand_in(intake: &mut Intake) -> Result<()> {
     let mut params = intake.plan.params().plan_order();
     params.try_for_each(|param| {
@@ -36,6 +37,68 @@ fn hand_in(intake: &mut Intake) -> Result<()> {
         let gradient = weight.values().ones_like()?.reshape(&*weight.shape)?;
         intake.accept(param, &gradient)
     })
+}
+
+/// Some contiguous and some not, all of one bucket a flat space, with a refusal among them: what was lent and not yet
+/// written is forgotten with the micro-batch.
+#[test]
+fn lent_gradients_end_as_those_that_are_handed_over() -> Result<()> {
+    let summed = |lend: bool, refuse: bool| -> Result<Vec<Vec<f32>>> {
+        let comm = Loopback::world(WorldSize::new(1)?, Duration::from_secs(10)).swap_remove(0);
+        let weights = Arc::new(mixed()?);
+        let mut channel = Channel::new(Box::new(comm));
+        let setup = Setup::new(&mut channel, &weights, Config::default())?;
+        let mut intake = Intake::new(channel, &setup, Arc::clone(&weights))?;
+        let params: Vec<_> = setup.plan.params().plan_order().collect();
+        let micro_batches: &[bool] = if refuse { &[true, false] } else { &[false] };
+        for &refused in micro_batches {
+            intake.begin(1.0)?;
+            for (turn, param) in params.iter().enumerate() {
+                let weight = &weights[param.index()];
+                let elems = weight.elems() as f32;
+                let values = Tensor::arange(0.0, elems, &Device::Cpu)?.to_dtype(weight.dtype)?;
+                let gradient = match weight.shape[..] {
+                    [rows, cols] if turn % 2 == 0 => values.reshape((cols, rows))?.t()?,
+                    _ => values.reshape(&*weight.shape)?,
+                };
+                if refused && turn == params.len() / 2 {
+                    let twice = intake.accept(params[0], &gradient);
+                    assert!(twice.is_err());
+                }
+                if lend {
+                    intake.accept_lent(*param, &gradient)?;
+                } else {
+                    intake.accept(*param, &gradient)?;
+                }
+            }
+            let ended = intake.end();
+            assert_eq!(ended.is_err(), refused, "{ended:?}");
+            if refused {
+                intake.clear();
+            }
+        }
+        assert!(intake.arriving.is_empty());
+        let sums = setup.plan.layout().rank_slices(Rank(0)).map(|slice| {
+            let sum = intake.reduced.slice(&OwnedSlice {
+                param: slice.param,
+                matrix: None,
+                span: slice.span,
+                block: slice.block,
+                at: slice.at,
+            })?;
+            Ok(sum.to_dtype(DType::F32)?.to_vec1()?)
+        });
+        sums.collect()
+    };
+    let expected = summed(false, false)?;
+    for (lend, refuse) in [(false, true), (true, false), (true, true)] {
+        assert_eq!(
+            summed(lend, refuse)?,
+            expected,
+            "lent {lend}, refused {refuse}"
+        );
+    }
+    Ok(())
 }
 
 /// The micro-batch ends with `refused`, all its buckets are reduced, and nothing is left behind.
@@ -103,18 +166,19 @@ fn mixed() -> Result<Vec<Weight>> {
 #[test]
 fn what_is_held_of_gradients_was_predicted() -> Result<()> {
     for placement in Placement::ALL {
-        for (route, stage, overlap) in [
-            (Route::ReduceScatter, Stage::Two, true),
-            (Route::ReduceScatter, Stage::One, false),
-            (Route::BucketAllReduce, Stage::Two, false),
-            (Route::AllReduce, Stage::One, true),
+        for (route, stage, overlap, accumulate) in [
+            (Route::ReduceScatter, Stage::Two, true, 2),
+            (Route::ReduceScatter, Stage::Two, true, 1),
+            (Route::ReduceScatter, Stage::One, false, 2),
+            (Route::BucketAllReduce, Stage::Two, false, 2),
+            (Route::AllReduce, Stage::One, true, 2),
         ] {
             let config = Config {
                 placement,
                 route,
                 stage,
                 overlap,
-                accumulate: NonZeroUsize::new(2).expect("two"),
+                accumulate: NonZeroUsize::new(accumulate).expect("not zero"),
                 bucket_size: NonZeroUsize::new(40).expect("forty"),
                 ..Config::default()
             };
@@ -127,7 +191,7 @@ fn what_is_held_of_gradients_was_predicted() -> Result<()> {
                 let terms = terms(plan.params(), world, &setup.config, &setup.device);
                 let predicted = plan.predict(rank, &terms).memory;
                 let mut intake = Intake::new(channel, &setup, weights)?;
-                for _ in 0..2 {
+                for _ in 0..accumulate {
                     intake.begin(1.0)?;
                     hand_in(&mut intake)?;
                     intake.end()?;

@@ -4,7 +4,7 @@
 //! arrival, so that all ranks issue the same collectives. While one is reduced, the next one fills; the one before it is
 //! collected by then.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use polarshard_comm::{Op, Pending, Request};
 use polarshard_partition::{Class, Piece, Reduction, Span};
 
@@ -26,7 +26,7 @@ pub(super) enum Slot {
 pub(super) struct Arriving {
     bucket: usize,
     at: usize,
-    values: Tensor,
+    pub(super) values: Tensor,
 }
 
 /// A bucket whose reduction was started.
@@ -38,8 +38,8 @@ pub(super) struct Reducing {
 }
 
 impl Intake {
-    /// Writes values to a bucket's wire buffer, on top of the sums of earlier micro-batches.
-    pub(super) fn write(&mut self, bucket: usize, at: usize, values: &Tensor) -> Result<()> {
+    /// Brings values on their way to a bucket's wire buffer, on top of the sums of earlier micro-batches.
+    pub(super) fn bring(&mut self, bucket: usize, at: usize, values: &Tensor) -> Result<()> {
         let current = self.cycle.current;
         self.open(bucket)?;
         let prescale = self.lanes[bucket].prescale;
@@ -53,27 +53,27 @@ impl Intake {
         };
         let values = flat::scaled(&values, factor)?;
         self.arriving.push(Arriving { bucket, at, values });
-        if factor == 1.0 {
-            Ok(())
-        } else {
-            // What was made for this goes before the next one comes.
-            self.settle()
-        }
+        Ok(())
+    }
+
+    /// The buffer of a bucket that was opened and not issued.
+    fn filling(&self, bucket: usize) -> &Tensor {
+        let Slot::Filling { buffer, .. } = &self.slots[bucket] else {
+            unreachable!("a bucket is issued when all that goes into it is there")
+        };
+        &buffer.used
     }
 
     /// Writes what is on its way into open buckets, all at once.
     pub(super) fn settle(&mut self) -> Result<()> {
         let arriving = std::mem::take(&mut self.arriving);
-        let writes = arriving.into_iter().map(|Arriving { bucket, at, values }| {
-            let Slot::Filling { buffer, .. } = &self.slots[bucket] else {
-                unreachable!("a bucket is issued when all that goes into it is there")
-            };
-            Write {
-                flat: &buffer.used,
+        let writes = arriving
+            .into_iter()
+            .map(|Arriving { bucket, at, values }| Write {
+                flat: self.filling(bucket),
                 at,
                 values,
-            }
-        });
+            });
         Ok(flat::write_all(&writes.collect::<Vec<_>>())?)
     }
 
@@ -124,13 +124,16 @@ impl Intake {
         self.collect_last()
     }
 
-    fn write_absent(&mut self, bucket: usize, piece: Piece) -> Result<()> {
-        let zeros = flat::zeros(
-            piece.span.len(),
-            DType::F32,
-            self.weights[0].values().device(),
-        )?;
-        self.write(bucket, piece.at, &zeros)
+    /// Writes what did not come: zeros on top of the sums of earlier micro-batches. A rank that has no memory left can do
+    /// it for a bucket without such sums.
+    fn write_absent(&self, bucket: usize, piece: Piece) -> Result<()> {
+        let span = Span::of_len(piece.at, piece.span.len());
+        let Some(local) = &self.locals[bucket] else {
+            return Ok(flat::zero(self.filling(bucket), span)?);
+        };
+        let sums = flat::view(local, span)?;
+        let sums = flat::scaled(&sums, self.lanes[bucket].prescale)?;
+        Ok(flat::write(self.filling(bucket), piece.at, &sums)?)
     }
 
     /// Starts the reduction of the next bucket. The one before it is collected meanwhile.
