@@ -42,9 +42,14 @@ impl Batch {
         few.max((elements / 32768).min(MOST_PARTS))
     }
 
-    /// Elements of X or Y of one matrix, whose last product may be stored transposed.
+    /// Elements of X or Y of one matrix.
     fn rectangle(&self) -> usize {
-        (self.n * Self::pitch(self.m)).max(self.m * Self::pitch(self.n))
+        self.n * Self::pitch(self.m)
+    }
+
+    /// Elements of the result of a tall matrix.
+    fn tall_result(&self) -> usize {
+        self.m * Self::pitch(self.n)
     }
 }
 
@@ -53,10 +58,21 @@ impl Batch {
 pub(crate) struct Workspace {
     rectangles: [usize; 2],
     squares: [usize; 5],
+    tall_results: TallResults,
     /// The parts of sums of squares.
     pub(crate) parts: usize,
     /// Of all.
     pub(crate) bytes: usize,
+}
+
+/// Where the results of tall matrices lie. Matrices of a batch need not keep step, so a result must not lie over what
+/// another matrix still reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum TallResults {
+    /// Each over its own matrix in X or Y, so far from the first one.
+    InPlace(usize),
+    /// In a stack of their own, for padding makes them longer or shorter than that.
+    Apart(usize),
 }
 
 impl Workspace {
@@ -73,10 +89,16 @@ impl Workspace {
         // `Standard` needs R and Z alone.
         let gathers = if method == Method::Gram { square } else { 0 };
         let squares = [square, square, gathers, gathers, gathers].map(&mut place);
+        let tall_results = if batch.tall_result() == batch.rectangle() {
+            TallResults::InPlace(batch.wide * batch.rectangle() * ELEMENT)
+        } else {
+            TallResults::Apart(place(batch.tall * batch.tall_result() * ELEMENT))
+        };
         let parts = place(batch.count() * batch.parts() * PART);
         Self {
             rectangles,
             squares,
+            tall_results,
             parts,
             bytes,
         }
@@ -94,6 +116,14 @@ impl Workspace {
             Buffer::S => self.squares[4],
         }
     }
+
+    /// Where the results of tall matrices start, if the last product is stored in this stack.
+    pub(crate) fn tall_results(&self, last: Buffer) -> usize {
+        match self.tall_results {
+            TallResults::InPlace(behind) => self.start(last) + behind,
+            TallResults::Apart(start) => start,
+        }
+    }
 }
 
 /// Parts of a batch, as even as they can be, each with a workspace of at most `most_bytes`, or of
@@ -103,9 +133,11 @@ pub(crate) fn chunks(
     batch: Batch,
     most_bytes: usize,
 ) -> Vec<(Range<usize>, Range<usize>)> {
+    // A tall one, whose result may take room of its own, where there is one.
+    let tall = batch.tall.min(1);
     let one = Batch {
-        wide: 1,
-        tall: 0,
+        wide: 1 - tall,
+        tall,
         ..batch
     };
     let count = batch.count();
@@ -156,7 +188,7 @@ mod tests {
     fn stacks_are_aligned_and_do_not_overlap() {
         for batch in BATCHES {
             let (n, m, count) = (batch.n, batch.m, batch.count());
-            let rectangle = 2 * count * (n * m.next_multiple_of(8)).max(m * n.next_multiple_of(8));
+            let rectangle = 2 * count * n * m.next_multiple_of(8);
             let square = 2 * count * n * n.next_multiple_of(8);
             let workspace = Workspace::new(Method::Gram, batch);
             let size = |buffer| match buffer {
@@ -167,6 +199,12 @@ mod tests {
                 .into_iter()
                 .map(|buffer| (workspace.start(buffer), size(buffer)))
                 .chain([(workspace.parts, 8 * count * batch.parts())])
+                .chain(match workspace.tall_results {
+                    TallResults::InPlace(_) => None,
+                    TallResults::Apart(start) => {
+                        Some((start, 2 * batch.tall * m * n.next_multiple_of(8)))
+                    }
+                })
                 .collect();
             runs.sort_unstable();
             runs.push((workspace.bytes, 0));
@@ -174,6 +212,42 @@ mod tests {
                 assert!(pair[0].0 % 256 == 0 && pair[0].0 + pair[0].1 <= pair[1].0);
             }
             assert!(Workspace::new(Method::Standard, batch).bytes <= workspace.bytes);
+        }
+    }
+
+    /// While one matrix of a batch is at its last product, another may be at any.
+    #[test]
+    fn a_result_of_a_tall_matrix_lies_over_no_other_one() {
+        for (n, m) in [
+            (8, 30),
+            (17, 70),
+            (5, 13),
+            (16, 64),
+            (7, 7),
+            (1, 7),
+            (64, 1000),
+        ] {
+            let batch = Batch {
+                n,
+                m,
+                wide: 3,
+                tall: 5,
+            };
+            let workspace = Workspace::new(Method::Standard, batch);
+            let (matrix, result) = (2 * n * m.next_multiple_of(8), 2 * m * n.next_multiple_of(8));
+            for last in [Buffer::X, Buffer::Y] {
+                let stacks = [Buffer::X, Buffer::Y].map(|buffer| workspace.start(buffer));
+                for tall in 0..batch.tall {
+                    let start = workspace.tall_results(last) + tall * result;
+                    let others = (0..batch.count()).filter(|other| *other != batch.wide + tall);
+                    for other in others.flat_map(|other| stacks.map(|stack| stack + other * matrix))
+                    {
+                        let is_apart = start + result <= other || other + matrix <= start;
+                        assert!(is_apart, "{n} x {m}, tall matrix {tall}");
+                    }
+                    assert!(start + result <= workspace.bytes);
+                }
+            }
         }
     }
 

@@ -75,13 +75,13 @@ impl Stacks {
         }
     }
 
-    /// A program's results: wide ones, and behind them tall ones, no longer transposed.
+    /// A program's results: wide ones, and tall ones, no longer transposed.
     pub(super) fn results(&self, program: &[Product]) -> [Stack; 2] {
         let Batch { n, m, wide, tall } = self.batch;
         let last = program.last().expect("an iteration has a step");
         let wide_results = self.all(last.d).take(wide);
         let tall_results = Stack {
-            address: wide_results.address + (wide * wide_results.matrix_bytes()) as u64,
+            address: self.base + self.workspace.tall_results(last.d) as u64,
             count: tall,
             rows: m,
             cols: n,
