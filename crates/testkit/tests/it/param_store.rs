@@ -366,3 +366,44 @@ fn what_a_backward_pass_holds_does_not_grow_with_depth() -> Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn values_of_any_dtype_are_set() -> Result<()> {
+    let store = ParamStore::new(1, Roles::default().frozen("counts"));
+    let builder = store.var_builder(DType::BF16, &Device::Cpu);
+    let weight = builder.get((2, 3), "w")?;
+    for dtype in [DType::F64, DType::I64, DType::U8, DType::F16, DType::BF16] {
+        let given = Tensor::new(&[[1f32, 2.0, 3.0], [4.0, 5.0, 6.0]], &Device::Cpu)?;
+        store.set("w", &given.to_dtype(dtype)?)?;
+        ensure!(
+            values(&weight)? == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+            "{dtype:?}"
+        );
+        // Strided, and a view of the weight itself.
+        store.set(
+            "w",
+            &given
+                .t()?
+                .contiguous()?
+                .t()?
+                .affine(2.0, 0.0)?
+                .to_dtype(dtype)?,
+        )?;
+        ensure!(
+            values(&weight)? == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0],
+            "{dtype:?}"
+        );
+        store.set("w", &store.get("w")?)?;
+        ensure!(
+            values(&weight)? == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0],
+            "{dtype:?}"
+        );
+    }
+    let counts = builder.get(2, "counts")?;
+    store.set("counts", &Tensor::new(&[7u32, 9], &Device::Cpu)?)?;
+    ensure!(values(&counts)? == [7.0, 9.0]);
+    let nothing = builder.get((0, 3), "nothing")?;
+    store.set("nothing", &Tensor::zeros((0, 3), DType::F64, &Device::Cpu)?)?;
+    ensure!(nothing.elem_count() == 0);
+    Ok(())
+}

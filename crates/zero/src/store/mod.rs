@@ -110,8 +110,8 @@ impl ParamStore {
             .map(|entry| entry.tensor.clone())
     }
 
-    /// Replaces the values of a registered tensor, as when weights are loaded before training. Not for trained weights
-    /// once the optimizer is made: its masters would not see it.
+    /// Replaces the values of a registered tensor by others of any dtype, as when weights are loaded before training. Not for
+    /// trained weights once the optimizer is made: its masters would not see it.
     ///
     /// # Errors
     /// [`Error::UnknownName`], [`Error::Sealed`], and [`Error::Reregistered`] for another shape.
@@ -126,8 +126,13 @@ impl ParamStore {
         if entry.tensor.shape() != values.shape() {
             return Err(reregistered(entry, values.shape(), entry.tensor.dtype()));
         }
-        let weight = Weight::new(name.to_string(), &entry.tensor, false)?;
-        weight.write(0, &values.flatten_all()?)
+        if values.elem_count() == 0 {
+            return Ok(());
+        }
+        // A copy, for they may be views of the tensor itself.
+        let values = values.to_dtype(entry.tensor.dtype())?.flatten_all()?;
+        let target = entry.tensor.detach().flatten_all()?;
+        Ok(target.slice_set(&values.copy()?, 0, 0)?)
     }
 
     /// Names in registration order, with their roles.
