@@ -145,8 +145,7 @@ __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, i
   const T* matrix = matrix_at<T>(from, blockIdx.y, &aligned);
   const int64_t stride = int64_t{gridDim.x} * kThreads * kVector;
   Squares mine{kNoExponent, 0};
-  // At once, also where the matrices are there already: else the kernel after this one could start while
-  // the one before still reads other parts, and find old ones beside them in the L1.
+  // At once: the kernel before may still write these matrices, or read the counts that are set here.
   wait_for_predecessors();
   launch_dependents();
   for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < elements;
