@@ -3,7 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::tiles::{BLOCK, Cut, Pair, Region, Tile, Width, medium_pairs, pairs, small_pairs};
+use super::pairs::{Cut, medium_pairs, pairs, small_pairs};
+use super::tiles::{BLOCK, Pair, Region, Tile, Width};
 
 /// With more pairs there are so many rounds that other cuts gain nothing.
 const MOST_PAIRS_TO_CUT: usize = 3000;
