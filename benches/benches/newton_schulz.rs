@@ -1,5 +1,5 @@
 //! Newton-Schulz on a CUDA device: our kernels and our cuBLAS path, beside the floor, what cuBLAS
-//! reaches on one product, and what peers took, all on one NVIDIA H200.
+//! reaches on one product, and what peers took on other NVIDIA H200s.
 //!
 //! `cargo bench -p polarshard-benches --features cuda --bench newton_schulz` prints milliseconds from
 //! bf16 matrices to f16 results, five steps of the default coefficients; `f32` is to f32 results. Times

@@ -62,7 +62,7 @@ fn layouts(c: &mut Criterion) {
 }
 
 fn layouts_and_plans(c: &mut Criterion) {
-    let mut group = c.benchmark_group("layout and default routes");
+    let mut group = c.benchmark_group("layout and default plan");
     group.sample_size(20);
     for (count, world) in [
         (100_000, 1024),

@@ -1,6 +1,7 @@
 """Times the peers of Newton-Schulz on one CUDA device, as `benches/benches/newton_schulz.rs` times ours.
 
-The iterations are written down here from their formulas; `torch` is torch.optim.Muon's own function.
+The iterations are written down here from their formulas; `torch` is torch.optim.Muon's own function, and `dao`
+Dao-AILab's package with its kernels, where it is installed.
 All take bf16 matrices with standard normal elements, five steps of Keller Jordan's coefficients, and
 give what their package gives: bf16 or f16. Times are medians on the device, in milliseconds, of calls
 that follow each other without a wait, in groups of at least a millisecond.

@@ -195,7 +195,8 @@ fn by_rule(name: &str, shape: &[usize], (pattern, rule): &(String, Rule)) -> Res
 fn suspicious_part(lower: &str) -> Option<&str> {
     let parts: Vec<_> = lower.split(['.', '/']).collect();
     let module = parts.iter().rev().nth(1).or(parts.last()).copied();
-    let is_named = |part: &str| matches!(part, "wte" | "wpe" | "head") || part.ends_with("_head");
+    let is_named =
+        |part: &str| matches!(part, "wte" | "wpe" | "emb" | "head") || part.ends_with("_head");
     let named = parts.iter().copied().find(|part| is_named(part));
     // `output` in the middle of a name is a layer's own: `attention.output.dense`.
     named.or(module.filter(|&part| part == "output"))

@@ -1,6 +1,6 @@
 //! How a product is cut into pairs of tiles.
 
-use super::tiles::{BLOCK, HALF_BLOCK, Pair, ROWS, Region, Shape, Tile, Width};
+use super::tiles::{BLOCK, Pair, ROWS, Region, Shape, Tile, Width};
 
 /// Rows of a band: of the two tiles of a pair.
 const BAND: usize = 2 * ROWS;
@@ -253,6 +253,7 @@ impl Cutter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hopper::tiles::HALF_BLOCK;
 
     /// How often each 64 × 32 block of each matrix is stored by the kernels.
     fn stored(region: Region, batch: usize, pairs: &[Pair]) -> Vec<u32> {

@@ -116,6 +116,7 @@ fn suspicious_names_are_warned_of_unless_a_rule_speaks() {
     let suspicious = [
         "transformer.wte.weight",
         "wpe",
+        "emb.weight",
         "model.head.weight",
         "cls_head.weight",
         "Output.weight",
