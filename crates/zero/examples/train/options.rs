@@ -67,7 +67,7 @@ pub(crate) struct Options {
     /// The highest learning rate of AdamW, on the same schedule.
     #[arg(long, allow_negative_numbers = true, default_value_t = 0.004)]
     pub(crate) adamw_lr: f64,
-    /// Decoupled weight decay of the hidden matrices.
+    /// Decoupled weight decay of the hidden matrices; with --optimizer adamw of all weights.
     #[arg(long, allow_negative_numbers = true, default_value_t = 0.0)]
     pub(crate) weight_decay: f64,
     /// Sequences in a micro-batch.
@@ -94,13 +94,14 @@ pub(crate) struct Options {
     /// Where the pictures and the curve go.
     #[arg(long, default_value = "target/train")]
     pub(crate) out: PathBuf,
-    /// Train the same model unsharded, too, on the same batches and the device of rank 0, and compare the weights.
+    /// Train the same model unsharded, too, on the same batches and the device of rank 0, and compare the weights; not with
+    /// --beside.
     #[arg(long)]
     pub(crate) compare: bool,
     /// Prove that all ranks have the same weights after every so many steps; 0, after the last one only.
     #[arg(long, default_value_t = 0)]
     pub(crate) verify_every: usize,
-    /// Draw the curve of an earlier run, its loss.json, beside this one's.
+    /// Draw the curve of an earlier run, its loss.json, beside this one's; not with --compare.
     #[arg(long, conflicts_with = "compare")]
     pub(crate) beside: Option<PathBuf>,
 }
@@ -143,7 +144,24 @@ impl Options {
             width.get() % heads.get() == 0 && (width.get() / heads.get()).is_multiple_of(2),
             "--width {width} must be a multiple of 2 x --heads {heads}: a head's features are rotated in pairs"
         );
+        self.check_rates()?;
         self.check_sizes()
+    }
+
+    fn check_rates(&self) -> Result<()> {
+        for (option, value) in [
+            ("--lr", self.lr),
+            ("--adamw-lr", self.adamw_lr),
+            ("--weight-decay", self.weight_decay),
+        ] {
+            let is_usable = value.is_finite() && value >= 0.0;
+            ensure!(is_usable, "{option} {value} must be a number from 0 on");
+        }
+        if let Some(clip) = self.clip {
+            let is_usable = clip.is_finite() && clip > 0.0;
+            ensure!(is_usable, "--clip {clip} must be a number above 0");
+        }
+        Ok(())
     }
 
     /// Refuses what no machine can hold: an allocation that fails ends the process without a word about the option.
@@ -280,6 +298,10 @@ mod tests {
             ("--layers", "18446744073709551615"),
             ("--width", "18446744073709551608"),
             ("--heads", "9223372036854775808"),
+            ("--lr", "NaN"),
+            ("--adamw-lr", "-1"),
+            ("--weight-decay", "inf"),
+            ("--clip", "0"),
             #[cfg(not(feature = "nccl"))]
             ("--device", "cuda"),
         ] {

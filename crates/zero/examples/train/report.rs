@@ -30,7 +30,9 @@ pub(crate) fn tell(
     let (before, after) = curve.ends().context("the held-out text was never read")?;
     let (steps, world) = (options.steps.get(), run.plan.layout().world());
     println!(
-        "{steps} steps on {world} ranks in {:.0} s",
+        "{} on {} in {:.0} s",
+        counted(steps, "step"),
+        counted(world.get(), "rank"),
         took.as_secs_f64()
     );
     println!("held-out loss: {before:.3} before, {after:.3} after, nats a byte\n");
@@ -52,8 +54,8 @@ pub(crate) fn tell(
     }
     let identical = ranks.iter().all(|rank| rank.identical);
     let times = match steps.checked_div(options.verify_every) {
-        Some(times) => format!(", and {times} times on the way"),
-        None => String::new(),
+        None | Some(0) => String::new(),
+        Some(times) => format!(", and {} on the way", counted(times, "time")),
     };
     println!(
         "replicas identical: {}{times}",
@@ -84,4 +86,10 @@ fn draw(options: &Options, run: &Run, curve: Curve, other: Option<&Saved>) -> Re
     Saved { title, curve }.write(&path)?;
     println!("curve: {}", path.display());
     Ok(())
+}
+
+/// `1 step`, `2 steps`.
+fn counted(count: usize, what: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{count} {what}{plural}")
 }
