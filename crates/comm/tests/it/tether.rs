@@ -370,6 +370,7 @@ fn a_failure_of_one_rank_is_told_to_all() {
 
 #[test]
 fn calls_that_differ_are_told_to_both_sides() {
+    let all_called = Barrier::new(4);
     let errors = each(world(4), |tether| {
         let rank = tether.rank();
         // Rank 2 calls a shorter one at 1, and does not know yet.
@@ -379,8 +380,10 @@ fn calls_that_differ_are_told_to_both_sides() {
             [8, 8, 8]
         };
         for (len, sequence) in lens.into_iter().zip(0..) {
-            tether.note(&called(rank, sequence, len)).ok();
+            tether.note(&called(rank, sequence, len)).unwrap();
         }
+        // A rank that had not come so far yet would be missing.
+        all_called.wait();
         tether.expire(&called(rank, 2, 8), Duration::from_secs(9))
     });
     for (rank, error) in errors.iter().enumerate() {
@@ -399,6 +402,7 @@ fn calls_that_differ_are_told_to_both_sides() {
 
 #[test]
 fn who_has_not_come_to_a_call_is_missing() {
+    let others_called = Barrier::new(2);
     let errors = each(world(3), |tether| {
         let rank = tether.rank();
         tether.note(&called(rank, 0, 8)).unwrap();
@@ -413,6 +417,7 @@ fn who_has_not_come_to_a_call_is_missing() {
             }
         }
         tether.note(&call).unwrap();
+        others_called.wait();
         tether.expire(&call, Duration::from_secs(9))
     });
     for (rank, error) in errors.iter().enumerate() {
