@@ -83,7 +83,7 @@ pub use choice::{Choice, Products};
 pub use coefficients::{Coefficients, CustomCoefficients};
 pub use config::{AdamWConfig, MuonConfig, MuonWithAdamWConfig};
 pub use elementwise::{
-    Gradient, Update, accumulate, adamw_update, apply_updates, copy, copy_all, momentum_update,
+    Gradient, Update, accumulate, adamw_update, apply_updates, copy_all, momentum_update,
 };
 pub use error::Error;
 pub use kernels::Kernels;

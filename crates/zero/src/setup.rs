@@ -14,6 +14,7 @@ use crate::channel::Channel;
 use crate::config::Config;
 use crate::dtypes;
 use crate::error::{Error, Result};
+use crate::flat;
 use crate::replicas;
 use crate::step::control_elems;
 use crate::weights::Weight;
@@ -150,7 +151,7 @@ fn broadcast(channel: &mut Channel, weights: &[Weight], root: Rank) -> Result<()
         let values = channel
             .start(Request::broadcast(Class::Weight, &staging, root))?
             .wait()?;
-        weight.write(0, &values)?;
+        flat::write(weight.values(), 0, &values)?;
     }
     Ok(())
 }

@@ -4,7 +4,6 @@ use candle_core::{DType, Tensor};
 use polarshard_partition::{Digest, DigestWriter};
 
 use crate::error::Result;
-use crate::flat;
 
 /// One trained weight: its values can be replaced in place.
 #[derive(Debug, Clone)]
@@ -36,11 +35,6 @@ impl Weight {
     /// Its values as a one-dimensional view; not to be kept over a step.
     pub(crate) fn values(&self) -> &Tensor {
         &self.flat
-    }
-
-    /// Replaces the values from an offset on.
-    pub(crate) fn write(&self, at: usize, values: &Tensor) -> Result<()> {
-        Ok(flat::write(&self.flat, at, values)?)
     }
 
     /// A checksum of the bits.

@@ -11,7 +11,7 @@ use super::element::{Element, by_dtype};
 use super::kernels::Kernels;
 use super::launch::{blocks, launch, over, tensor, uninitialized, view, view_mut};
 use super::many::{Chunks, TENSORS, Tensors};
-use crate::elementwise::{AdamWFactors, GradientFactors};
+use crate::elementwise::{AdamWFactors, GradientFactors, MomentumFactors};
 
 /// A storage and the part of it that is meant.
 type Part<'a> = (&'a CudaStorage, &'a Layout);
@@ -44,24 +44,18 @@ fn accumulate_from<T: Element>(
 pub(crate) fn momentum(
     momentum: PartMut<'_>,
     gradient: Part<'_>,
-    factors: GradientFactors,
-    beta: f32,
-    complement: f32,
-    nesterov: bool,
+    factors: &MomentumFactors,
 ) -> Result<Tensor> {
     by_dtype!(
         gradient.0.dtype(),
-        momentum_from(momentum, gradient, factors, beta, complement, nesterov)
+        momentum_from(momentum, gradient, factors)
     )
 }
 
 fn momentum_from<T: Element>(
     (momentum, layout): PartMut<'_>,
     gradient: Part<'_>,
-    factors: GradientFactors,
-    beta: f32,
-    complement: f32,
-    nesterov: bool,
+    factors: &MomentumFactors,
 ) -> Result<Tensor> {
     let (device, shape) = (gradient.0.device(), layout.shape());
     let elements = shape.elem_count();
@@ -70,15 +64,15 @@ fn momentum_from<T: Element>(
     let gradient = view::<T>(gradient.0, gradient.1)?;
     // SAFETY: the kernel writes each element.
     let mut update = unsafe { uninitialized::<f32>(device, elements) }?;
-    let (nesterov, len) = (u32::from(nesterov), elements as u64);
+    let (nesterov, len) = (u32::from(factors.nesterov), elements as u64);
     let mut arguments = kernel.builder();
     arguments
         .arg(&mut momentum)
         .arg(&gradient)
-        .arg(&factors)
+        .arg(&factors.of_gradient)
         .arg(&mut update)
-        .arg(&beta)
-        .arg(&complement)
+        .arg(&factors.beta)
+        .arg(&factors.complement)
         .arg(&nesterov)
         .arg(&len);
     // SAFETY: `momentum_*(m, g, factors, u, beta, complement, nesterov, n)`; all slices have n elements

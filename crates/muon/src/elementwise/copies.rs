@@ -5,7 +5,7 @@ use candle_core::Device;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, InplaceOp2, Layout, Result as CandleResult, Tensor};
 
-use super::operands::{FLOATS, check_devices, check_dtypes, check_places, check_written};
+use super::operands::{check_devices, check_floats, check_places, check_written};
 use crate::Error;
 #[cfg(feature = "cuda")]
 use crate::cuda;
@@ -33,18 +33,10 @@ pub fn copy_all(copies: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The same for one pair.
-///
-/// # Errors
-/// As [`copy_all`].
-pub fn copy(target: &Tensor, values: &Tensor) -> Result<(), Error> {
-    copy_all(&[(target, values)])
-}
-
 fn check_copies(copies: &[(&Tensor, &Tensor)]) -> Result<(), Error> {
     for &(target, values) in copies {
         let operands = [("the target", target), ("the values", values)];
-        check_dtypes(&operands, &FLOATS, "f32, f16 or bf16")?;
+        check_floats(&operands)?;
         check_places(&operands)?;
         check_devices(&operands, "copy")?;
     }

@@ -13,18 +13,18 @@ mod ops;
 
 #[cfg(feature = "cuda")]
 use candle_core::Device;
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::{AdamWConfig, Error};
 
-use operands::{FLOATS, check_devices, check_dtypes, check_places, check_written};
+use operands::{check_devices, check_operands, check_written};
 use ops::{AccumulateOp, AdamWOp, ApplyOp, MomentumOp};
 
-pub use copies::{copy, copy_all};
+pub use copies::copy_all;
 pub(crate) use operands::shares_storage;
-pub(crate) use ops::{AdamWFactors, GradientFactors};
+pub(crate) use ops::{AdamWFactors, GradientFactors, MomentumFactors};
 
 /// A gradient of dtype f32, f16 or bf16, times two factors.
 ///
@@ -62,12 +62,9 @@ impl Gradient<'_> {
 /// For a sum that is not contiguous f32, and for values of another dtype, length or device, that
 /// are not contiguous or in the same buffer; the sum is untouched then.
 pub fn accumulate(sum: &Tensor, values: &Tensor, factor: f64) -> Result<(), Error> {
-    let (sum, values) = (("the sum", sum), ("the summand", values));
-    check_dtypes(&[sum], &[DType::F32], "f32")?;
-    check_dtypes(&[values], &FLOATS, "f32, f16 or bf16")?;
-    check_places(&[sum, values])?;
+    check_operands(&[("the sum", sum), ("the summand", values)], 1)?;
     let factor = factor as f32;
-    Ok(sum.1.inplace_op2(values.1, &AccumulateOp { factor })?)
+    Ok(sum.inplace_op2(values, &AccumulateOp { factor })?)
 }
 
 /// Takes a gradient into the momentum and returns what Newton-Schulz orthogonalizes, a new tensor.
@@ -109,11 +106,13 @@ pub fn momentum_update<'a>(
         ("the momentum", momentum),
         ("the gradient", gradient.values),
     ];
-    check_dtypes(&operands[..1], &[DType::F32], "f32")?;
-    check_dtypes(&operands[1..], &FLOATS, "f32, f16 or bf16")?;
-    check_places(&operands)?;
-    let (beta, complement) = (beta as f32, (1.0 - beta) as f32);
-    let op = MomentumOp::new(gradient.factors(), beta, complement, nesterov);
+    check_operands(&operands, 1)?;
+    let op = MomentumOp::new(MomentumFactors {
+        of_gradient: gradient.factors(),
+        beta: beta as f32,
+        complement: (1.0 - beta) as f32,
+        nesterov,
+    });
     momentum.inplace_op2(gradient.values, &op)?;
     Ok(op.into_update())
 }
@@ -145,9 +144,7 @@ pub fn apply_updates(updates: &[Update<'_>], lr: f64, weight_decay: f64) -> Resu
             ("the weights", update.weights),
             ("the update", update.orthogonalized),
         ];
-        check_dtypes(&operands[..1], &[DType::F32], "f32")?;
-        check_dtypes(&operands[1..], &FLOATS, "f32, f16 or bf16")?;
-        check_places(&operands)?;
+        check_operands(&operands, 1)?;
         check_devices(&operands, "apply")?;
     }
     let pairs = updates.iter().map(|one| (one.weights, one.orthogonalized));
@@ -202,9 +199,7 @@ pub fn adamw_update<'a>(
         ("the second moment", v),
         ("the gradient", gradient.values),
     ];
-    check_dtypes(&operands[..3], &[DType::F32], "f32")?;
-    check_dtypes(&operands[3..], &FLOATS, "f32, f16 or bf16")?;
-    check_places(&operands)?;
+    check_operands(&operands, 3)?;
     if step == 0 {
         return Err(Error::Config {
             field: "step",

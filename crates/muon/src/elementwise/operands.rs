@@ -17,9 +17,20 @@ pub(crate) fn shares_storage(a: &Tensor, b: &Tensor) -> bool {
 
 pub(super) type Operand<'a> = (&'static str, &'a Tensor);
 
-pub(super) const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+/// The first `written` operands are f32, the others of any float dtype; all are placed as [`check_places`] asks.
+pub(super) fn check_operands(operands: &[Operand<'_>], written: usize) -> Result<(), Error> {
+    let (written, read) = operands.split_at(written);
+    check_dtypes(written, &[DType::F32], "f32")?;
+    check_floats(read)?;
+    check_places(operands)
+}
 
-pub(super) fn check_dtypes(
+pub(super) fn check_floats(operands: &[Operand<'_>]) -> Result<(), Error> {
+    const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+    check_dtypes(operands, &FLOATS, "f32, f16 or bf16")
+}
+
+fn check_dtypes(
     operands: &[Operand<'_>],
     taken: &[DType],
     expected: &'static str,

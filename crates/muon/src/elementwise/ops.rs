@@ -50,28 +50,24 @@ impl InplaceOp2 for AccumulateOp {
 /// What a gradient is multiplied with, one after the other.
 pub(crate) type GradientFactors = [f32; 2];
 
+/// The scalars of a momentum step, each rounded to f32 once.
+#[derive(Clone, Copy)]
+pub(crate) struct MomentumFactors {
+    pub(crate) of_gradient: GradientFactors,
+    pub(crate) beta: f32,
+    pub(crate) complement: f32,
+    pub(crate) nesterov: bool,
+}
+
 pub(super) struct MomentumOp {
-    factors: GradientFactors,
-    beta: f32,
-    complement: f32,
-    nesterov: bool,
+    factors: MomentumFactors,
     update: OnceCell<Tensor>,
 }
 
 impl MomentumOp {
-    pub(super) fn new(
-        factors: GradientFactors,
-        beta: f32,
-        complement: f32,
-        nesterov: bool,
-    ) -> Self {
-        Self {
-            factors,
-            beta,
-            complement,
-            nesterov,
-            update: OnceCell::new(),
-        }
+    pub(super) fn new(factors: MomentumFactors) -> Self {
+        let update = OnceCell::new();
+        Self { factors, update }
     }
 
     /// The result of the operation, after it has run.
@@ -96,16 +92,13 @@ impl InplaceOp2 for MomentumOp {
     ) -> CandleResult<()> {
         let momentum = slice_mut(momentum, layout)?.iter_mut();
         let gradient = floats(gradient, gradient_layout)?;
+        let f = &self.factors;
         let update: Vec<f32> = momentum
             .zip(&*gradient)
             .map(|(m, g)| {
-                let h = self.complement * scaled(*g, self.factors);
-                *m = self.beta * *m + h;
-                if self.nesterov {
-                    self.beta * *m + h
-                } else {
-                    *m
-                }
+                let h = f.complement * scaled(*g, f.of_gradient);
+                *m = f.beta * *m + h;
+                if f.nesterov { f.beta * *m + h } else { *m }
             })
             .collect();
         let update = Tensor::from_vec(update, layout.shape(), &Device::Cpu)?;
@@ -122,8 +115,7 @@ impl InplaceOp2 for MomentumOp {
         gradient_layout: &Layout,
     ) -> CandleResult<()> {
         let (momentum, gradient) = ((momentum, layout), (gradient, gradient_layout));
-        let (factors, beta, complement) = (self.factors, self.beta, self.complement);
-        let update = cuda::momentum(momentum, gradient, factors, beta, complement, self.nesterov)?;
+        let update = cuda::momentum(momentum, gradient, &self.factors)?;
         self.update.set(update).expect("an operation runs once");
         Ok(())
     }

@@ -1,11 +1,11 @@
 use candle_core::{DType, Device, Tensor};
 use half::f16;
 use polarshard_muon::{
-    AdamWConfig, Error, Gradient, Update, accumulate, adamw_update, apply_updates, copy, copy_all,
+    AdamWConfig, Error, Gradient, Update, accumulate, adamw_update, apply_updates, copy_all,
     momentum_update,
 };
 
-use crate::tensors::{apply_update, bits, gaussian};
+use crate::tensors::{apply_update, bits, copy, gaussian};
 
 fn zeros(len: usize) -> Tensor {
     Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap()

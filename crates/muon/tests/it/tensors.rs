@@ -1,7 +1,7 @@
 //! Tensors with known contents, and their exact comparison.
 
 use candle_core::{DType, Tensor};
-use polarshard_muon::{Error, Update, apply_updates};
+use polarshard_muon::{Error, Update, apply_updates, copy_all};
 
 use crate::oracle::Matrix;
 
@@ -16,6 +16,11 @@ pub(crate) fn bits(x: &Tensor) -> Vec<u32> {
     let x = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
     let values = x.to_vec1::<f32>().unwrap();
     values.into_iter().map(f32::to_bits).collect()
+}
+
+/// One copy.
+pub(crate) fn copy(target: &Tensor, values: &Tensor) -> Result<(), Error> {
+    copy_all(&[(target, values)])
 }
 
 /// One update of weights.

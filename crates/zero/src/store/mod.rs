@@ -15,6 +15,7 @@ use polarshard_partition::ParamId;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::flat;
 use crate::gradients::Socket;
 use crate::optimizer::ZeroOptimizer;
 use crate::roles::{Role, Roles};
@@ -126,13 +127,10 @@ impl ParamStore {
         if entry.tensor.shape() != values.shape() {
             return Err(reregistered(entry, values.shape(), entry.tensor.dtype()));
         }
-        if values.elem_count() == 0 {
-            return Ok(());
-        }
         // A copy, for they may be views of the tensor itself.
         let values = values.to_dtype(entry.tensor.dtype())?.flatten_all()?;
         let target = entry.tensor.detach().flatten_all()?;
-        Ok(target.slice_set(&values.copy()?, 0, 0)?)
+        Ok(flat::write(&target, 0, &values.copy()?)?)
     }
 
     /// Names in registration order, with their roles.

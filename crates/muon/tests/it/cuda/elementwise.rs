@@ -1,11 +1,11 @@
 use candle_core::{DType, Device, Tensor};
 use polarshard_muon::{
-    AdamWConfig, Gradient, Update, accumulate, adamw_update, apply_updates, copy, copy_all,
+    AdamWConfig, Gradient, Update, accumulate, adamw_update, apply_updates, copy_all,
     momentum_update,
 };
 
 use super::{Table, device};
-use crate::tensors::{apply_update, bits, gaussian};
+use crate::tensors::{apply_update, bits, copy, gaussian};
 
 /// On both sides of the blocks of 1024 elements, and more than one wave of them.
 const LENGTHS: [usize; 8] = [1, 3, 255, 1023, 1024, 1025, 100_003, 3_000_001];

@@ -21,7 +21,6 @@ use super::lane::{Home, Lane, homes, lanes};
 use super::reduced::Reduced;
 use crate::channel::Channel;
 use crate::config::is_usable;
-use crate::dtypes;
 use crate::error::{Error, Result};
 use crate::flat;
 use crate::setup::{Setup, terms};
@@ -59,8 +58,8 @@ pub(crate) struct Intake {
 impl Intake {
     pub(crate) fn new(channel: Channel, setup: &Setup, weights: Arc<Vec<Weight>>) -> Result<Self> {
         let (plan, config) = (Arc::clone(&setup.plan), &setup.config);
-        let lanes = lanes(&plan, config.gradient_wire.and_then(dtypes::wire));
         let terms = terms(plan.params(), channel.world(), config, &setup.device);
+        let lanes = lanes(&plan, terms.gradient_wire);
         let uses = lanes.iter().map(|lane| (lane.space, lane.wire, lane.len));
         Ok(Self {
             reduced: Reduced::new(&plan, channel.rank(), &terms, &setup.device)?,
