@@ -39,17 +39,21 @@ namespace {
 using namespace hopper;
 
 // `kApplyTransposed` is for matrices with more rows than columns, which are iterated as transposes.
-enum class Op : int { kSymmetric, kApply, kApplyTransposed };
+enum class Op : uint8_t { kSymmetric, kApply, kApplyTransposed };
 
-// Tiles of 64 columns may be of other rows than 128, where a device has more blocks than there are
-// such tiles, and what is loaded sets the pace: half of them, which the first warpgroup computes; or,
-// where A = B, two of 64 × 64 on the diagonal, one for each warpgroup, for which A is all they load.
-enum class Shape : uint8_t { kWhole, kHalf, kTwins };
+// Where a device has about as many blocks as a product has tiles, some are of another shape than 128
+// rows with the same columns, so that each block gets as much. All but `kHalf` are of products with
+// A = B, and A is all that they load:
+//   kHalf:   64 rows and 64 columns, which the first warpgroup computes
+//   kTwins:  two of 64 × 64 on the diagonal, one after the other, one for each warpgroup
+//   kStrips: two of 64 × 128 that end with the diagonal's block, 128 rows apart, one for each warpgroup
+//   kQuads:  four of 64 × 64 on the diagonal, 128 rows apart, two for each warpgroup
+enum class Shape : uint8_t { kWhole, kHalf, kTwins, kStrips, kQuads };
 
-// The part of D that a block computes: 128 rows from `row`, 32 · `halves` columns from `column`;
-// multiples of 64, but for tiles of 160 columns, which are only of symmetric products, and left of all
-// blocks on the diagonal. What lies outside of D is not stored. `shared` is how many blocks of 64
-// columns of B the pair loads together, enough for both, or 0 where each block loads its own.
+// The part of D that a block computes: of a `kWhole` one 128 rows from `row`, 32 · `halves` columns from
+// `column`; multiples of 64, but for tiles of 160 columns, which are only of symmetric products, and
+// left of all blocks on the diagonal. What lies outside of D is not stored. `shared` is how many blocks
+// of 64 columns of B the pair loads together, enough for both, or 0 where each block loads its own.
 struct alignas(16) Tile {
   int row;
   int column;
@@ -70,16 +74,21 @@ struct Scalars {
 
 constexpr int kMostWaits = 3;
 
-// A product of all matrices. `a`, `b` and `d` are indices of maps; D is neither A nor B. `first` is
-// the matrix that is the first one of D's stack, `k_blocks` the number of columns of A in blocks of
-// 64, rounded up, `waits` which products of the same matrix must be stored before, or -1.
+// A product of all matrices. `waits` tells which products of the same matrix must be stored before, or -1.
 struct alignas(16) Product {
   Scalars scalars;
-  Op op;
-  int a, b, d;
-  int first;
-  int k_blocks;
   int waits[kMostWaits];
+};
+
+// A tile, with all of its product that it takes to load it. `a`, `b` and `d` are indices of maps; D is
+// neither A nor B. `k_blocks` is the number of columns of A in blocks of 64, rounded up, `place` that of
+// the matrix in D's stack.
+struct alignas(16) Task {
+  Tile tile;
+  Op op;
+  uint8_t a, b, d;
+  int k_blocks;
+  int place;
 };
 
 // X, Y, R, Z, Q, T, S, and the results of wide and of tall matrices.
@@ -93,9 +102,34 @@ struct Maps {
 struct Work {
   const Product* products;
   int product_count;
-  const Tile* tiles;   // in pairs
-  const int* first;    // the first pair of each cluster, and the number of all
-  uint32_t* left;      // product_count for each matrix, or none
+  const Task* tasks;  // in pairs: the first ones of all clusters, then those that follow them
+  const int* rest;    // the second pair of each cluster, and the number of all
+  uint32_t* left;     // product_count for each matrix, or none
+};
+
+// A block's tasks, one after the other.
+struct List {
+  const Task* rest;
+  int left;
+  Task task, next;
+
+  // The first one is found without another load: where a launch follows another, all wait for it.
+  __device__ List(const Work& work, uint32_t cluster, uint32_t rank)
+      : task(work.tasks[2 * cluster + rank]) {
+    const int begin = work.rest[cluster];
+    left = work.rest[cluster + 1] - begin;
+    rest = work.tasks + 2 * begin + rank;
+  }
+  __device__ __forceinline__ void load_next() {
+    if (left > 0) next = *rest;
+  }
+  __device__ __forceinline__ bool advance() {
+    if (left == 0) return false;
+    task = next;
+    rest += 2;
+    left -= 1;
+    return true;
+  }
 };
 
 constexpr int kBlock = 64;  // side of what a tensor map's box holds
@@ -121,8 +155,10 @@ struct Ring {
   uint32_t stage = 0;
   uint32_t parity = 0;
 
-  __device__ uint32_t a() const { return shared + stage * kStageBytes; }
-  __device__ uint32_t b() const { return a() + kABytes; }
+  // A stage has the blocks of A, then those of B.
+  __device__ uint32_t block(uint32_t index) const {
+    return shared + stage * kStageBytes + index * kBlockBytes;
+  }
   __device__ uint32_t full() const { return shared + kBarriersAt + stage * 16; }
   __device__ uint32_t empty() const { return full() + 8; }
   __device__ void advance() {
@@ -147,25 +183,25 @@ __device__ __forceinline__ void wait_for_products(const Work& work, const Produc
 
 // Issues the loads of all tiles, from one lane.
 template <class Ring>
-__device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& work, int begin,
-                                     int end, uint32_t rank) {
-  Tile tile = work.tiles[2 * begin + rank];
-  int product_index = -1, matrix = -1;
+__device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& work, List list,
+                                     uint32_t rank) {
+  int product = -1, matrix = -1;
   wait_for_predecessors();
-  for (int i = begin; i < end; ++i) {
-    const Tile next = work.tiles[2 * min(i + 1, end - 1) + rank];
-    const Product& product = work.products[tile.product];
-    const TensorMap *map_a = &maps.of[product.a], *map_b = &maps.of[product.b];
-    const bool symmetric = product.op == Op::kSymmetric;
-    const int k_blocks = product.k_blocks;
-    if (work.left != nullptr && (tile.product != product_index || tile.matrix != matrix)) {
-      wait_for_products(work, product, tile.matrix);
-      product_index = tile.product;
+  while (true) {
+    const Tile& tile = list.task.tile;
+    const TensorMap *map_a = &maps.of[list.task.a], *map_b = &maps.of[list.task.b];
+    const bool symmetric = list.task.op == Op::kSymmetric;
+    const int k_blocks = list.task.k_blocks;
+    if (work.left != nullptr && (tile.product != product || tile.matrix != matrix)) {
+      product = tile.product;
       matrix = tile.matrix;
+      wait_for_products(work, work.products[product], matrix);
     }
-    const int a_blocks = tile.shape == Shape::kHalf ? 1 : kWarpgroups;
-    const int b_blocks =
-        tile.shape == Shape::kTwins ? 0 : tile.shared ? tile.shared : (tile.halves + 1) / 2;
+    const bool loads_b = tile.shape == Shape::kWhole || tile.shape == Shape::kHalf;
+    const bool loads_more_of_a = tile.shape == Shape::kStrips || tile.shape == Shape::kQuads;
+    const int a_blocks = tile.shape == Shape::kHalf ? 1 : loads_more_of_a ? 4 : 2;
+    const int a_step = tile.shape == Shape::kQuads ? 2 * kBlock : kBlock;
+    const int b_blocks = !loads_b ? 0 : tile.shared ? tile.shared : (tile.halves + 1) / 2;
     const int b_first = tile.shared ? rank : 0, b_step = tile.shared ? 2 : 1;
     for (int k = 0; k < k_blocks; ++k) {
       barrier_wait(ring.empty(), ring.parity ^ 1);
@@ -176,7 +212,7 @@ __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& wo
         const int along_n = tile.column + c * kBlock;
         const int column = symmetric ? k * kBlock : along_n;
         const int row = symmetric ? along_n : k * kBlock;
-        const uint32_t to = ring.b() + c * kBlockBytes;
+        const uint32_t to = ring.block(kWarpgroups + c);
         if (tile.shared) {
           load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
         } else {
@@ -184,13 +220,14 @@ __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& wo
         }
       }
 #pragma unroll 1
-      for (int w = 0; w < a_blocks; ++w) {
-        load_box(ring.a() + w * kBlockBytes, map_a, ring.full(), k * kBlock,
-                 tile.row + w * kBlock, tile.matrix);
+      for (int i = 0; i < a_blocks; ++i) {
+        load_box(ring.block(i), map_a, ring.full(), k * kBlock, tile.row + i * a_step,
+                 tile.matrix);
       }
       ring.advance();
     }
-    tile = next;
+    list.load_next();  // the ring is full, so there is time
+    if (!list.advance()) return;
   }
 }
 
@@ -336,66 +373,105 @@ __device__ __forceinline__ void store_block(const float* acc, const Fragments& a
   staging.store(map, column, row, matrix);
 }
 
-// What a warpgroup does for one tile of `kColumns` columns.
-template <class T, Op kOp, int kColumns, class Ring>
-__device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Fragments& at,
-                                        const TensorMap* map_d, const Tile& tile,
-                                        const Product& product) {
-  constexpr bool kSymmetric = kOp == Op::kSymmetric;
-  const Scalars s = product.scalars;
-  const int k_blocks = product.k_blocks, matrix = tile.matrix - product.first;
-  const int warpgroup = warp_index() / 4;
+// Consecutive columns of 64 rows: where they lie in D, and their first blocks of A and B in a stage.
+struct Part {
+  int row, column;
+  uint32_t a, b;
+};
+
+// What a warpgroup computes of a tile; of a `kQuads` one that is two parts.
+__device__ __forceinline__ Part part_of(const Tile& tile, int warpgroup, int index) {
+  const uint32_t w = warpgroup, of_pair = 2 * w;
+  if (tile.shape == Shape::kStrips) {
+    const int column = tile.row + warpgroup * 2 * kBlock;
+    return {column + kBlock, column, of_pair + 1, of_pair};
+  }
+  if (tile.shape == Shape::kQuads) {
+    const int at = tile.row + (2 * warpgroup + index) * 2 * kBlock;
+    return {at, at, of_pair + index, of_pair + index};
+  }
   const int row = tile.row + warpgroup * kBlock;
-  const bool is_twin = kSymmetric && kColumns == kBlock && tile.shape == Shape::kTwins;
-  const int first_column = tile.column + (is_twin ? warpgroup * kBlock : 0);
+  if (tile.shape == Shape::kTwins) return {row, row, w, w};
+  return {row, tile.column, w, kWarpgroups};
+}
+
+// What a warpgroup does for one tile: `kParts` times `kColumns` columns.
+template <class T, Op kOp, int kColumns, int kParts = 1, class Ring>
+__device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Fragments& at,
+                                        const TensorMap* map_d, const Task& task,
+                                        const Scalars& s) {
+  constexpr bool kSymmetric = kOp == Op::kSymmetric;
+  const int k_blocks = task.k_blocks, place = task.place;
+  Part parts[kParts];
+#pragma unroll
+  for (int p = 0; p < kParts; ++p) parts[p] = part_of(task.tile, warp_index() / 4, p);
   const float ratio_a = s.from_a / s.alpha, ratio_b = s.from_b / s.alpha;
-  const bool has_a = kSymmetric && s.from_a != 0;
-  const int b_passes = s.from_b != 0 ? row / kBlock : k_blocks;
+  const bool has_a = kSymmetric && s.from_a != 0, has_b = s.from_b != 0;
   const bool releases = threadIdx.x % kWarpgroupThreads < 2;
   const uint32_t peer = threadIdx.x % kWarpgroupThreads;
 
-  float acc[kColumns / 2];
+  float acc[kParts][kColumns / 2];
+  const auto pin_all = [&] {
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) acc[i] = 0;
+    for (int p = 0; p < kParts; ++p) pin(acc[p]);
+  };
+#pragma unroll
+  for (int p = 0; p < kParts; ++p) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) acc[p][i] = 0;
+  }
   uint32_t previous = 0;
   for (int k = 0; k < k_blocks; ++k) {
     barrier_wait(ring.full(), ring.parity);
-    const uint32_t block_a = ring.a() + warpgroup * kBlockBytes;
-    const uint64_t a = describe_k_major(block_a);
-    const uint64_t b = is_twin      ? a
-                       : kSymmetric ? describe_k_major(ring.b())
-                                    : describe_n_major(ring.b());
-    pin(acc);
+    pin_all();
     products_begin();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      multiply<T, !kSymmetric>(acc, a + i * (32 >> 4), b + i * ((kSymmetric ? 32 : 2048) >> 4));
+    for (int p = 0; p < kParts; ++p) {
+      const uint64_t a = describe_k_major(ring.block(parts[p].a));
+      const uint32_t block_b = ring.block(parts[p].b);
+      const uint64_t b = kSymmetric ? describe_k_major(block_b) : describe_n_major(block_b);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        multiply<T, !kSymmetric>(acc[p], a + i * (32 >> 4),
+                                 b + i * ((kSymmetric ? 32 : 2048) >> 4));
+      }
     }
     products_commit();
     if (k == 0) {
       staging.tell();
       __syncwarp();
     }
-    const int a_column = k * kBlock - first_column;
-    const bool adds_a = has_a && -kBlock < a_column && a_column < kColumns;
-    const bool adds_b = k == b_passes;
-    if (adds_a || adds_b) {
-      products_wait<0>();
-      pin(acc);
-      // Parts that lie in one block of A.
-      constexpr int kPart = kColumns % kBlock == 0 ? kBlock : kBlock / 2;
+    const auto adds_a = [&](const Part& part) {
+      const int a_column = k * kBlock - part.column;
+      return has_a && -kBlock < a_column && a_column < kColumns;
+    };
+    const auto adds_b = [&](const Part& part) { return has_b && k == part.row / kBlock; };
+    bool adds = false;
 #pragma unroll
-      for (int c = 0; c < kColumns; c += kPart) {
-        const int of_a = c - a_column;
-        if (adds_a && 0 <= of_a && of_a < kBlock) {
-          add_columns<T, false, kPart>(acc + c / 2, at, block_a, of_a / 16, ratio_a);
-        }
-        if (adds_b) {
-          const uint32_t block_b = ring.b() + c / kBlock * kBlockBytes;
-          add_columns<T, kSymmetric, kPart>(acc + c / 2, at, block_b, c % kBlock / 16, ratio_b);
+    for (int p = 0; p < kParts; ++p) adds = adds || adds_a(parts[p]) || adds_b(parts[p]);
+    if (adds) {
+      products_wait<0>();
+      pin_all();
+      // Columns that lie in one block of A.
+      constexpr int kOfBlock = kColumns % kBlock == 0 ? kBlock : kBlock / 2;
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) {
+        const Part& part = parts[p];
+#pragma unroll
+        for (int c = 0; c < kColumns; c += kOfBlock) {
+          const int of_a = c - (k * kBlock - part.column);
+          if (adds_a(part) && 0 <= of_a && of_a < kBlock) {
+            add_columns<T, false, kOfBlock>(acc[p] + c / 2, at, ring.block(part.a), of_a / 16,
+                                            ratio_a);
+          }
+          if (adds_b(part)) {
+            add_columns<T, kSymmetric, kOfBlock>(acc[p] + c / 2, at,
+                                                 ring.block(part.b + c / kBlock),
+                                                 c % kBlock / 16, ratio_b);
+          }
         }
       }
-      pin(acc);
+      pin_all();
       warpgroup_sync(staging.barrier);  // all have read: one thread may release the stage for all
     }
     products_wait<1>();
@@ -404,15 +480,19 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
     ring.advance();
   }
   products_wait<0>();
-  pin(acc);
+  pin_all();
   if (releases) barrier_arrive(previous, peer);
 
   // Of 160 columns the last two blocks overlap, and store the same where they do.
 #pragma unroll
-  for (int c = 0; c < kColumns; c += kBlock) {
-    const int from = min(c, kColumns - kBlock), column = first_column + from;
-    if (!kSymmetric || column <= row) {
-      store_block<T, kOp>(acc + from / 2, at, staging, map_d, row, column, matrix, s);
+  for (int p = 0; p < kParts; ++p) {
+    const int row = parts[p].row;
+#pragma unroll
+    for (int c = 0; c < kColumns; c += kBlock) {
+      const int from = min(c, kColumns - kBlock), column = parts[p].column + from;
+      if (!kSymmetric || column <= row) {
+        store_block<T, kOp>(acc[p] + from / 2, at, staging, map_d, row, column, place, s);
+      }
     }
   }
 }
@@ -443,36 +523,36 @@ __host__ __device__ constexpr int narrower(int columns, bool symmetric) {
   }
 }
 
-// The columns of a tile that the rows of a warpgroup need, not less than a block: of a symmetric product
-// those up to the diagonal.
+// The columns of a part of a tile that its rows need, not less than a block: of a symmetric product those
+// up to the diagonal.
 __device__ __forceinline__ int columns_of(const Tile& tile, Op op, int warpgroup) {
   const int columns = 32 * tile.halves;
   if (op != Op::kSymmetric) return columns;
-  return max(min(columns, tile.row + (warpgroup + 1) * kBlock - tile.column), kBlock);
+  const Part part = part_of(tile, warpgroup, 0);
+  return max(min(columns, part.row + kBlock - part.column), kBlock);
 }
 
-// `compute` for so many columns, at most `kColumns`.
+// `compute` for so many columns of a part, at most `kColumns`.
 template <class T, Op kOp, int kColumns, class Ring>
 __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const Fragments& at,
-                                            const TensorMap* map_d, const Tile& tile,
-                                            const Product& product, int columns) {
+                                            const TensorMap* map_d, const Task& task,
+                                            const Scalars& s, int columns) {
   if constexpr (kColumns == 0) {
     __trap();
   } else if (columns == kColumns) {
-    compute<T, kOp, kColumns>(ring, staging, at, map_d, tile, product);
+    compute<T, kOp, kColumns>(ring, staging, at, map_d, task, s);
   } else {
     constexpr int kNext = narrower(kColumns, kOp == Op::kSymmetric);
-    compute_any<T, kOp, kNext>(ring, staging, at, map_d, tile, product, columns);
+    compute_any<T, kOp, kNext>(ring, staging, at, map_d, task, s, columns);
   }
 }
 
-// Cluster c works off the pairs first[c] .. first[c + 1] of `tiles`.
 template <class T, int kMaxColumns>
 __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   extern __shared__ uint8_t raw[];
   Ring<kMaxColumns> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
   const uint32_t rank = cluster_rank();
-  const int begin = work.first[cluster_index()], end = work.first[cluster_index() + 1];
+  List list(work, cluster_index(), rank);
   const int warpgroup = warp_index() / 4;
 
   launch_dependents();
@@ -489,7 +569,7 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   if (warpgroup == kWarpgroups) {
     give_registers<40>();
     if (warp_index() == 4 * kWarpgroups && elect()) {
-      load(ring, maps, work, begin, end, rank);
+      load(ring, maps, work, list, rank);
     }
   } else {
     take_registers<232>();
@@ -497,30 +577,32 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
     const Fragments at(thread);
     Staging staging{ring.shared + ring.kStagingAt + warpgroup * kStagingBytes,
                     1u + warpgroup, warp_index() % 4 == 0};
-    Tile tile = work.tiles[2 * begin + rank];
-    for (int i = begin; i < end; ++i) {
-      const Tile next = work.tiles[2 * min(i + 1, end - 1) + rank];
-      const Product& product = work.products[tile.product];
-      const TensorMap* map_d = &maps.of[product.d];
-      const int columns = columns_of(tile, product.op, warpgroup);
-      if (tile.shape == Shape::kHalf && warpgroup > 0) {
-        stand_by(ring, staging, product.k_blocks);
-      } else if (product.op == Op::kSymmetric) {
-        compute_any<T, Op::kSymmetric, kMaxColumns>(ring, staging, at, map_d, tile, product,
-                                                    columns);
-      } else if (product.op == Op::kApply) {
-        compute_any<T, Op::kApply, kMaxColumns>(ring, staging, at, map_d, tile, product, columns);
+    do {
+      const Task& task = list.task;
+      list.load_next();
+      const Tile& tile = task.tile;
+      const Scalars s = work.products[tile.product].scalars;
+      const TensorMap* map_d = &maps.of[task.d];
+      const int columns = columns_of(tile, task.op, warpgroup);
+      const bool stands_by = tile.shape == Shape::kHalf && warpgroup > 0;
+      if (stands_by) {
+        stand_by(ring, staging, task.k_blocks);
+      } else if (kMaxColumns == 128 && tile.shape == Shape::kQuads) {
+        compute<T, Op::kSymmetric, kBlock, 2>(ring, staging, at, map_d, task, s);
+      } else if (task.op == Op::kSymmetric) {
+        compute_any<T, Op::kSymmetric, kMaxColumns>(ring, staging, at, map_d, task, s, columns);
+      } else if (task.op == Op::kApply) {
+        compute_any<T, Op::kApply, kMaxColumns>(ring, staging, at, map_d, task, s, columns);
       } else {
-        compute_any<T, Op::kApplyTransposed, kMaxColumns>(ring, staging, at, map_d, tile, product,
+        compute_any<T, Op::kApplyTransposed, kMaxColumns>(ring, staging, at, map_d, task, s,
                                                           columns);
       }
-      if (work.left != nullptr) {
+      if (work.left != nullptr && !stands_by) {
         staging.untold = work.left + int64_t{tile.matrix} * work.product_count + tile.product;
         staging.tell_unless_full(ring.full(), ring.parity);
         __syncwarp();
       }
-      tile = next;
-    }
+    } while (list.advance());
     staging.tell();
     staging.end();
   }

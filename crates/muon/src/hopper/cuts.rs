@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::pairs::{Cut, medium_pairs, pairs, small_pairs};
+use super::pairs::{Cut, even_pairs, medium_pairs, pairs, small_pairs};
 use super::tiles::{BLOCK, Pair, Region, Tile, Width};
 
 /// With more pairs there are so many rounds that other cuts gain nothing.
@@ -88,18 +88,27 @@ impl Pieces {
         best
     }
 
-    /// The same for n × n products A Aᵀ, for which there are smaller tiles still.
+    /// The same for n × n products A Aᵀ, of which smaller tiles can be cut, and tiles that take the same time.
     pub(crate) fn of_squares(n: usize, batch: usize, clusters: usize) -> Self {
-        let pieces = Self::in_step(Region::Symmetric { n }, batch, clusters, Width::W256);
-        if pieces.width > Width::W64 {
-            return pieces;
+        let mut best = Self::in_step(Region::Symmetric { n }, batch, clusters, Width::W256);
+        let mut least = best.rounds(clusters).cost();
+        let mut others = Vec::new();
+        if best.width == Width::W64 {
+            others.push((Width::W64, small_pairs(n, batch)));
         }
-        let small = Self {
-            width: Width::W64,
-            pairs: small_pairs(n, batch),
-        };
-        let is_faster = small.rounds(clusters).cost() < pieces.rounds(clusters).cost() - TIE;
-        if is_faster { small } else { pieces }
+        // With more, all of them wait for memory at once.
+        let even = even_pairs(n, batch);
+        if even.len() <= clusters {
+            others.push((Width::W128, even));
+        }
+        for (width, pairs) in others {
+            let pieces = Self { width, pairs };
+            let cost = pieces.rounds(clusters).cost();
+            if cost < least - TIE {
+                (best, least) = (pieces, cost);
+            }
+        }
+        best
     }
 
     /// The ways of least work, for matrices that need not keep step.
@@ -248,6 +257,9 @@ mod tests {
         };
         let small = |n| Pieces::of_squares(n, 1, CLUSTERS).pairs.len();
         assert_eq!((small(1024), small(1025)), (64, 57));
+        let of_squares = |n| Pieces::of_squares(n, 1, CLUSTERS).width;
+        assert_eq!(of_squares(2048), Width::W128);
+        assert_eq!(of_squares(2049), Width::W192);
         let narrow = Pieces::in_step(region, 1, CLUSTERS, Width::W128);
         assert_eq!(narrow.width, Width::W128);
     }

@@ -73,11 +73,9 @@ pub(super) fn small_pairs(n: usize, batch: usize) -> Vec<Pair> {
             Tile::new(at, at, matrix, BLOCK, 0).shaped(Shape::Twins)
         }));
         if !single.len().is_multiple_of(2) {
-            // Nothing of it is within the region.
-            let outside = Tile::new(blocks.next_multiple_of(2) * BLOCK, 0, matrix, BLOCK, 0);
-            single.push(outside.shaped(Shape::Half));
+            single.push(outside(n, matrix).shaped(Shape::Half));
         }
-        pairs.extend(single.chunks_exact(2).map(|pair| [pair[0], pair[1]]));
+        pairs.extend(single.as_chunks().0);
     }
     pairs
 }
@@ -112,13 +110,50 @@ pub(super) fn medium_pairs(n: usize, batch: usize) -> Vec<Pair> {
             }
         }
         if !single.len().is_multiple_of(2) {
-            // Nothing of it is within the region.
-            let outside = Tile::new(n.next_multiple_of(BLOCK), 0, matrix, BLOCK, 0);
-            single.push(outside);
+            single.push(outside(n, matrix));
         }
         pairs.extend(single.as_chunks().0);
     }
     pairs
+}
+
+/// The pairs of a symmetric n × n region of A Aᵀ in tiles of 128 × 128, and of as much on the diagonal: of
+/// each band's tile there the lower rows are half a tile, and a quarter is left of the upper ones. Every
+/// tile takes the same time, and there are no more of them than the region is large.
+pub(super) fn even_pairs(n: usize, batch: usize) -> Vec<Pair> {
+    let bands = n.div_ceil(ROWS);
+    let mut pairs = Vec::new();
+    for matrix in 0..batch {
+        let mut single = Vec::new();
+        for column in 0..bands {
+            let tile =
+                |row: usize, shared| Tile::new(row * ROWS, column * ROWS, matrix, ROWS, shared);
+            let rows: Vec<_> = (column + 1..bands).collect();
+            for rows in rows.chunks(2) {
+                match *rows {
+                    [a, b] => pairs.push([tile(a, ROWS), tile(b, ROWS)]),
+                    [a] => single.push(tile(a, 0)),
+                    _ => {}
+                }
+            }
+        }
+        for (shape, of_tile) in [(Shape::Strips, 2), (Shape::Quads, 4)] {
+            single.extend((0..bands).step_by(of_tile).map(|band| {
+                let at = band * ROWS;
+                Tile::new(at, at, matrix, ROWS, 0).shaped(shape)
+            }));
+        }
+        if !single.len().is_multiple_of(2) {
+            single.push(outside(n, matrix));
+        }
+        pairs.extend(single.as_chunks().0);
+    }
+    pairs
+}
+
+/// A tile of which nothing is within a region of so many rows, beside one that is left alone.
+fn outside(rows: usize, matrix: usize) -> Tile {
+    Tile::new(rows.next_multiple_of(ROWS), 0, matrix, BLOCK, 0)
 }
 
 struct Cutter {
@@ -264,15 +299,12 @@ mod tests {
         let (down, across) = (rows.div_ceil(BLOCK), 2 * cols.div_ceil(BLOCK));
         let mut stored = vec![0; batch * down * across];
         for tile in pairs.iter().flatten() {
-            let (row, column) = (tile.row as usize / BLOCK, tile.column as usize / HALF_BLOCK);
-            let rows = if tile.is(Shape::Half) {
-                1
-            } else {
-                ROWS / BLOCK
-            };
-            for r in row..(row + rows).min(down) {
-                let column = if tile.is(Shape::Twins) { 2 * r } else { column };
-                for c in column..(column + tile.columns() / HALF_BLOCK).min(across) {
+            for (row, column, columns) in tile.parts() {
+                let (r, column) = (row / BLOCK, column / HALF_BLOCK);
+                if r >= down {
+                    continue;
+                }
+                for c in column..(column + columns / HALF_BLOCK).min(across) {
                     if !symmetric || c / 2 <= r {
                         stored[(tile.matrix as usize * down + r) * across + c] += 1;
                     }
@@ -360,6 +392,27 @@ mod tests {
             }
         }
         assert_eq!(small_pairs(1024, 1).len(), 64);
+    }
+
+    #[test]
+    fn every_block_is_stored_once_in_even_tiles() {
+        for n in SIDES {
+            for batch in [1, 3] {
+                let pairs = even_pairs(n, batch);
+                let region = Region::Symmetric { n };
+                check_pairs(&pairs, region, batch, Width::W128, "even");
+            }
+        }
+        let pairs = even_pairs(2048, 1);
+        assert_eq!(pairs.len(), 66);
+        // As much as there is up to the diagonal, in tiles of one size.
+        let elements = |tile: &Tile| tile.elements(true);
+        assert!(
+            pairs
+                .iter()
+                .flatten()
+                .all(|tile| elements(tile) == ROWS * ROWS)
+        );
     }
 
     #[test]

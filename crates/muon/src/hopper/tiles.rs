@@ -3,7 +3,7 @@
 /// Rows of a tile.
 pub(super) const ROWS: usize = 128;
 /// Side of what is loaded and stored at once.
-pub(super) const BLOCK: usize = 64;
+pub(crate) const BLOCK: usize = 64;
 /// What the columns of tiles are multiples of.
 pub(super) const HALF_BLOCK: usize = BLOCK / 2;
 
@@ -75,15 +75,20 @@ pub(crate) struct Tile {
     pub(crate) shared: u8,
 }
 
-/// Which part of 128 rows a tile has, numbered as in `kernels/hopper/products.cu`.
+/// What a tile has of a region from its row and column on, numbered as in `kernels/hopper/products.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Shape {
+    /// 128 rows.
     Whole,
-    /// The first 64, of 64 columns.
+    /// 64 rows and columns.
     Half,
-    /// Two of 64 × 64 on the diagonal.
+    /// Two of 64 × 64 on the diagonal, one after the other.
     Twins,
+    /// Two of 64 × 128 that end with the diagonal's block: the lower rows of two bands of 128.
+    Strips,
+    /// Four of 64 × 64 on the diagonal: the first of four bands of 128.
+    Quads,
 }
 
 impl Tile {
@@ -126,37 +131,59 @@ impl Tile {
         }
     }
 
+    /// The 64 rows, as the first of them, and the columns, as the first and the number of them, that make
+    /// up the tile.
+    pub(super) fn parts(&self) -> Vec<(usize, usize, usize)> {
+        let (row, column) = (self.row as usize, self.column as usize);
+        let on_diagonal = |at: usize| (at, at, BLOCK);
+        match self.shape() {
+            Shape::Whole => vec![
+                (row, column, self.columns()),
+                (row + BLOCK, column, self.columns()),
+            ],
+            Shape::Half => vec![(row, column, BLOCK)],
+            Shape::Twins => vec![on_diagonal(row), on_diagonal(row + BLOCK)],
+            Shape::Strips => [row, row + ROWS]
+                .map(|band| (band + BLOCK, band, ROWS))
+                .to_vec(),
+            Shape::Quads => (0..4).map(|band| on_diagonal(row + band * ROWS)).collect(),
+        }
+    }
+
     /// Elements that are computed of it: of a symmetric product about those up to the diagonal.
     pub(super) fn elements(&self, is_symmetric: bool) -> usize {
-        let warpgroups = if self.is_of_two() { 2 } else { 1 };
-        let columns = |warpgroup: usize| {
-            let to_diagonal = self.row - self.column + ((warpgroup + 1) * BLOCK) as i32;
+        let columns = |(row, column, columns): (usize, usize, usize)| {
             if is_symmetric {
-                self.columns().min(to_diagonal.max(BLOCK as i32) as usize)
+                let to_diagonal = (row + BLOCK).saturating_sub(column);
+                columns.min(to_diagonal.max(BLOCK))
             } else {
-                self.columns()
+                columns
             }
         };
-        BLOCK * (0..warpgroups).map(columns).sum::<usize>()
+        BLOCK * self.parts().into_iter().map(columns).sum::<usize>()
     }
 
-    /// Whether both warpgroups of a block compute and store a part of it.
-    pub(super) fn is_of_two(&self) -> bool {
-        !self.is(Shape::Half)
+    /// How many warpgroups of a block compute and store a part of it.
+    pub(super) fn warpgroups(&self) -> u32 {
+        if self.shape() == Shape::Half { 1 } else { 2 }
     }
 
-    pub(super) fn is(&self, shape: Shape) -> bool {
-        self.extent >> 4 == shape as u8
+    fn shape(&self) -> Shape {
+        match self.extent >> 4 {
+            0 => Shape::Whole,
+            1 => Shape::Half,
+            2 => Shape::Twins,
+            3 => Shape::Strips,
+            _ => Shape::Quads,
+        }
     }
 
     /// Time that it takes, measured on an H200, in hundredths of that of 256 columns.
     pub(super) fn cost(&self) -> u64 {
-        if self.is(Shape::Half) {
-            25
-        } else if self.is(Shape::Twins) {
-            29
-        } else {
-            self.width().cost()
+        match self.shape() {
+            Shape::Half => 25,
+            Shape::Twins => 29,
+            Shape::Whole | Shape::Strips | Shape::Quads => self.width().cost(),
         }
     }
 }

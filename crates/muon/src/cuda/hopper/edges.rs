@@ -1,14 +1,17 @@
 //! What comes before the products and after them: normalization into a stack with a pitch, and a
 //! stack without its padding.
 
+use std::rc::Rc;
+
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
-use cudarc::driver::{CudaFunction, CudaStream};
+use cudarc::driver::CudaFunction;
 use half::{bf16, f16};
 
 use super::iterate::Counts;
+use super::kernel::{Grid, Kernel};
 use super::maps::Stack;
-use super::modules::{Grid, Modules, argument, launch};
+use super::modules::Modules;
 use crate::cuda::launch::address;
 use crate::hopper::workspace::Batch;
 
@@ -79,13 +82,13 @@ impl Edges {
         })
     }
 
-    /// Normalizes contiguous matrices, as many as `x` has, into it.
+    /// The kernels that normalize contiguous matrices, as many as `x` has, into it.
     pub(super) fn normalize(
         &self,
         device: &CudaDevice,
         wide: &[Tensor],
         tall: &[Tensor],
-    ) -> Result<()> {
+    ) -> Result<Vec<Rc<Kernel>>> {
         if wide.len() + tall.len() != self.x.count {
             bail!(
                 "{} and {} matrices, of {}",
@@ -94,16 +97,18 @@ impl Edges {
                 self.x.count
             );
         }
+        let mut kernels = Vec::new();
         let mut first = 0;
         for (matrices, transposed) in [(wide, false), (tall, true)] {
             for run in matrices.chunk_by(|a, b| a.dtype() == b.dtype()) {
                 for group in run.chunks(self.matrices_of_a_group(run)) {
-                    self.normalize_group(device, group, transposed, first)?;
+                    let of_group = self.normalize_group(device, group, transposed, first)?;
+                    kernels.extend(of_group.map(Rc::new));
                     first += group.len();
                 }
             }
         }
-        Ok(())
+        Ok(kernels)
     }
 
     /// Into how large parts matrices of one dtype are cut, all about the same.
@@ -119,7 +124,7 @@ impl Edges {
         group: &[Tensor],
         transposed: bool,
         first: usize,
-    ) -> Result<()> {
+    ) -> Result<[Kernel; 2]> {
         let dtype = group[0].dtype();
         let Some(index) = INPUTS.iter().position(|input| *input == dtype) else {
             bail!("expected f32, f16 or bf16, got {dtype:?}");
@@ -127,7 +132,6 @@ impl Edges {
         let normalizer = &self.normalizers[index];
         let (n, m) = (self.x.rows, self.x.cols);
         let (rows, cols) = if transposed { (m, n) } else { (n, m) };
-        let stream = device.cuda_stream();
         let mut addresses = [0u64; MATRICES];
         for (to, x) in addresses.iter_mut().zip(group) {
             if x.dims() != [rows, cols] {
@@ -145,32 +149,19 @@ impl Edges {
         let products = self.counts.products;
         let counts_before = (first * products as usize * size_of::<u32>()) as u64;
         let [all, left] = [self.counts.parts, self.counts.left].map(|at| at + counts_before);
-        let mut arguments = [
-            argument(&addresses),
-            argument(&parts),
-            argument(&elements),
-            argument(&left),
-            argument(&all),
-            argument(&products),
-        ];
-        let grid = grid(count, group.len());
-        // SAFETY: `newton_schulz_measure_*(from, parts, elements, left, all, products)`, with an
-        // address of so many live elements for each matrix, room for a part for each block, and
-        // counts of each matrix.
-        unsafe { launch(&stream, &normalizer.measure, grid, &mut arguments) }?;
+        // An address of so many live elements for each matrix, room for a part for each block, and counts of
+        // each matrix.
+        let measure = Kernel::new(&normalizer.measure, grid(count, group.len()))
+            .with(addresses)
+            .with(parts)
+            .with(elements)
+            .with(left)
+            .with(all)
+            .with(products);
 
         let out = self.x.skip(first).address;
         let [parts_of_matrix, rows, cols, pitch] =
             [count, rows, cols, Batch::pitch(m)].map(|size| size as i32);
-        let mut arguments = [
-            argument(&addresses),
-            argument(&out),
-            argument(&parts),
-            argument(&parts_of_matrix),
-            argument(&rows),
-            argument(&cols),
-            argument(&pitch),
-        ];
         let (kernel, blocks) = if transposed {
             let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
             (&normalizer.divide_transposed, tiles)
@@ -180,49 +171,43 @@ impl Edges {
                 n * Batch::pitch(m) / VECTOR / THREADS / 4,
             )
         };
-        let grid = grid_of(blocks, group.len());
-        // SAFETY: `newton_schulz_divide_*(from, out, parts, parts_of_matrix, rows, cols, pitch)`, with
-        // the same addresses and parts, and from `out` on a place in X for each matrix.
-        unsafe { launch(&stream, kernel, grid, &mut arguments) }
+        // The same addresses and parts, and from `out` on a place in X for each matrix.
+        let divide = Kernel::new(kernel, grid_of(blocks, group.len()))
+            .with(addresses)
+            .with(out)
+            .with(parts)
+            .with(parts_of_matrix)
+            .with(rows)
+            .with(cols)
+            .with(pitch);
+        Ok([measure, divide])
     }
 
-    /// Writes a stack of the workspace to a contiguous one at an address, in f32 or as it is.
-    ///
-    /// # Safety
-    /// There is room for all matrices at the address.
-    pub(super) unsafe fn unpad(
-        &self,
-        stream: &CudaStream,
-        from: Stack,
-        to: u64,
-        to_f32: bool,
-    ) -> Result<()> {
+    /// The kernels that write a stack of the workspace to a contiguous one at an address, where there is room
+    /// for all matrices, in f32 or as it is.
+    pub(super) fn unpad(&self, from: Stack, to: u64, to_f32: bool) -> Vec<Rc<Kernel>> {
         let (kernel, element) = if to_f32 {
             (&self.unpad_to_f32, size_of::<f32>())
         } else {
             (&self.unpad, size_of::<f16>())
         };
         let matrix_bytes = from.rows * from.cols * element;
-        for first in (0..from.count).step_by(MOST_OF_A_STACK) {
+        let starts = (0..from.count).step_by(MOST_OF_A_STACK);
+        let kernels = starts.map(|first| {
             let part = from.skip(first);
             let part = part.take(part.count.min(MOST_OF_A_STACK));
-            let to = to + (first * matrix_bytes) as u64;
             let [rows, cols, pitch] =
                 [part.rows, part.cols, Batch::pitch(part.cols)].map(|size| size as i32);
-            let mut arguments = [
-                argument(&part.address),
-                argument(&to),
-                argument(&rows),
-                argument(&cols),
-                argument(&pitch),
-            ];
             let vectors = part.rows * Batch::pitch(part.cols) / VECTOR;
-            let grid = grid_of(vectors / THREADS / 2, part.count);
-            // SAFETY: `newton_schulz_unpad_*(stack, out, rows, cols, pitch)`, with so many matrices in
-            // both.
-            unsafe { launch(stream, kernel, grid, &mut arguments) }?;
-        }
-        Ok(())
+            let kernel = Kernel::new(kernel, grid_of(vectors / THREADS / 2, part.count))
+                .with(part.address)
+                .with(to + (first * matrix_bytes) as u64)
+                .with(rows)
+                .with(cols)
+                .with(pitch);
+            Rc::new(kernel)
+        });
+        kernels.collect()
     }
 }
 
@@ -241,5 +226,6 @@ fn grid(blocks: usize, matrices: usize) -> Grid {
         blocks: (blocks as u32, matrices as u32),
         threads: THREADS as u32,
         shared_bytes: 0,
+        together: false,
     }
 }

@@ -6,9 +6,11 @@
 
 mod edges;
 mod iterate;
+mod kernel;
 mod maps;
 mod modules;
 mod prepared;
+mod replay;
 mod steps;
 
 use std::cell::RefCell;

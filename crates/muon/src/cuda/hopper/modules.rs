@@ -1,17 +1,14 @@
-//! The cubins of `kernels/hopper/*.cu`, and how their kernels are launched.
+//! The cubins of `kernels/hopper/*.cu`.
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
-use cudarc::driver::sys::{
-    CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
-    CUlaunchConfig, cuLaunchKernelEx,
-};
-use cudarc::driver::{CudaFunction, CudaModule, CudaStream, LaunchConfig};
+use cudarc::driver::sys::CUfunction_attribute;
+use cudarc::driver::{CudaFunction, CudaModule, LaunchConfig};
 use cudarc::nvrtc::Ptx;
 
+use super::kernel::Grid;
 use crate::hopper::tiles::Width;
 
 /// Threads of a block of `products.cu`: two warpgroups that compute and one that loads.
@@ -63,6 +60,7 @@ impl Modules {
             blocks: (2 * clusters as u32, 1),
             threads: PRODUCT_THREADS,
             shared_bytes,
+            together: false,
         };
         Ok((function, grid))
     }
@@ -88,99 +86,4 @@ impl Modules {
     pub(super) fn edge(&self, name: &str) -> Result<CudaFunction> {
         self.normalize.load_function(name).w()
     }
-}
-
-/// The size of a launch.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Grid {
-    pub(super) blocks: (u32, u32),
-    pub(super) threads: u32,
-    pub(super) shared_bytes: u32,
-}
-
-/// A reference as a kernel's argument.
-pub(super) fn argument<T: Copy>(value: &T) -> *mut c_void {
-    std::ptr::from_ref(value).cast_mut().cast()
-}
-
-/// Puts a kernel on a stream, allowed to start before the one ahead of it has ended.
-///
-/// # Safety
-/// The arguments are those of the kernel, in number, order and type; it stays within the memory that
-/// they are of, and waits for its predecessors before it touches what they write. The stream's
-/// context is bound to the thread.
-pub(super) unsafe fn launch(
-    stream: &CudaStream,
-    function: &CudaFunction,
-    grid: Grid,
-    arguments: &mut [*mut c_void],
-) -> Result<()> {
-    // SAFETY: as the caller promises.
-    unsafe { launch_with(&mut [early()], stream, function, grid, arguments) }
-}
-
-/// The same, where all blocks run at once, so that they may wait for each other.
-///
-/// # Safety
-/// As [`launch`].
-pub(super) unsafe fn launch_together(
-    stream: &CudaStream,
-    function: &CudaFunction,
-    grid: Grid,
-    arguments: &mut [*mut c_void],
-) -> Result<()> {
-    let mut together = attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
-    together.value.cooperative = 1;
-    let mut attributes = [together, early()];
-    // SAFETY: as the caller promises.
-    unsafe { launch_with(&mut attributes, stream, function, grid, arguments) }
-}
-
-fn early() -> CUlaunchAttribute {
-    let mut early =
-        attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
-    early.value.programmaticStreamSerializationAllowed = 1;
-    early
-}
-
-fn attribute(id: CUlaunchAttributeID) -> CUlaunchAttribute {
-    CUlaunchAttribute {
-        id,
-        pad: [0; 4],
-        value: CUlaunchAttributeValue { pad: [0; 64] },
-    }
-}
-
-/// # Safety
-/// As [`launch`].
-unsafe fn launch_with(
-    attributes: &mut [CUlaunchAttribute],
-    stream: &CudaStream,
-    function: &CudaFunction,
-    grid: Grid,
-    arguments: &mut [*mut c_void],
-) -> Result<()> {
-    let config = CUlaunchConfig {
-        gridDimX: grid.blocks.0,
-        gridDimY: grid.blocks.1,
-        gridDimZ: 1,
-        blockDimX: grid.threads,
-        blockDimY: 1,
-        blockDimZ: 1,
-        sharedMemBytes: grid.shared_bytes,
-        hStream: stream.cu_stream(),
-        attrs: attributes.as_mut_ptr(),
-        numAttrs: attributes.len() as u32,
-    };
-    // SAFETY: as the caller promises; the configuration and the arguments are read before the call
-    // returns.
-    let launched = unsafe {
-        cuLaunchKernelEx(
-            &raw const config,
-            function.cu_function(),
-            arguments.as_mut_ptr(),
-            std::ptr::null_mut(),
-        )
-    };
-    launched.result().w()
 }

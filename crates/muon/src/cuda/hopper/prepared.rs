@@ -11,6 +11,7 @@ use super::edges::Edges;
 use super::iterate::Iterate;
 use super::maps::Stack;
 use super::modules::Modules;
+use super::replay::Replay;
 use super::steps::{Maps, Stacks};
 use crate::cuda::element::Element;
 use crate::hopper::program::{Buffer, program};
@@ -24,6 +25,7 @@ pub(super) struct Prepared {
     dtype: DType,
     edges: Edges,
     iterate: Iterate,
+    replay: Replay,
     maps: Maps,
     /// The results of wide and of tall matrices in the workspace.
     results: [Stack; 2],
@@ -47,10 +49,11 @@ impl Prepared {
         let program = program(kind.method, &kind.coefficients);
         let schedule = Schedule::new(&program, batch, clusters);
         let steps = stacks.steps(&program);
-        let iterate = Iterate::new(device, modules, kind.dtype, &steps, &schedule)?;
+        let results = stacks.results(&program);
+        let maps = stacks.maps(results, kind.dtype)?;
+        let iterate = Iterate::new(device, modules, kind.dtype, &steps, &schedule, &maps)?;
         let parts = base + stacks.workspace.parts as u64;
         let x = stacks.all(Buffer::X);
-        let results = stacks.results(&program);
         Ok(Self {
             edges: Edges::new(
                 modules,
@@ -63,7 +66,8 @@ impl Prepared {
             device: device.clone(),
             stream: device.cuda_stream(),
             iterate,
-            maps: stacks.maps(results, kind.dtype)?,
+            replay: Replay::default(),
+            maps,
             results,
         })
     }
@@ -77,7 +81,7 @@ impl Prepared {
         results: [Option<CudaViewMut<'_, T>>; 2],
     ) -> Result<()> {
         self.stream.context().bind_to_thread().w()?;
-        self.edges.normalize(&self.device, wide, tall)?;
+        let mut kernels = self.edges.normalize(&self.device, wide, tall)?;
         let dtype = T::DTYPE;
         if dtype != DType::F32 && dtype != self.dtype {
             bail!(
@@ -111,16 +115,13 @@ impl Prepared {
                 padded.push((stack, to));
             }
         }
-        // SAFETY: the maps are of this kind's workspace, and of results of the right length.
-        unsafe { self.iterate.launch(&self.stream, &maps) }?;
+        kernels.extend(self.iterate.kernels(&maps));
         for (stack, to) in padded {
-            // SAFETY: the length was checked.
-            unsafe {
-                self.edges
-                    .unpad(&self.stream, stack, to, dtype == DType::F32)
-            }?;
+            kernels.extend(self.edges.unpad(stack, to, dtype == DType::F32));
         }
-        Ok(())
+        // SAFETY: matrices live, whose shapes and dtypes were checked, maps are of this kind's workspace, and
+        // results have the right length. What is kept beyond the call is launched with other addresses.
+        unsafe { self.replay.put(&self.stream, kernels) }
     }
 }
 

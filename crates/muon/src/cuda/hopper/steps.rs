@@ -4,8 +4,10 @@ use candle_core::{DType, Result};
 use cudarc::driver::DeviceRepr;
 use cudarc::driver::sys::CUtensorMap;
 
+use super::kernel::Plain;
 use super::maps::Stack;
 use crate::hopper::program::{Buffer, Product, Scalars, waits};
+use crate::hopper::tiles::{BLOCK, Tile};
 use crate::hopper::workspace::{Batch, Workspace};
 
 /// The most products that one waits for.
@@ -13,7 +15,7 @@ const MOST_WAITS: usize = 3;
 
 /// What the kernels compute, by their numbers.
 #[derive(Debug, Clone, Copy)]
-#[repr(i32)]
+#[repr(u8)]
 enum Op {
     Symmetric,
     Apply,
@@ -23,26 +25,78 @@ enum Op {
 /// A product, laid out as `Product` in `kernels/hopper/products.cu`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(16))]
-pub(super) struct Step {
+pub(super) struct Factors {
     scalars: Scalars,
-    op: Op,
-    a: i32,
-    b: i32,
-    d: i32,
-    first: i32,
-    k_blocks: i32,
     waits: [i32; MOST_WAITS],
-    padding: [i32; 3],
+    padding: i32,
 }
 
 // SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
-unsafe impl DeviceRepr for Step {}
+unsafe impl DeviceRepr for Factors {}
+
+/// A product as the kernels compute it.
+pub(super) struct Step {
+    pub(super) factors: Factors,
+    op: Op,
+    /// Its stacks, by their maps.
+    a: u8,
+    b: u8,
+    d: u8,
+    k_blocks: i32,
+    /// The matrix that is the first one of D's stack.
+    first: i32,
+}
+
+/// A tile with what it takes to load it, laid out as `Task` in `kernels/hopper/products.cu`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(16))]
+pub(super) struct Task {
+    tile: Tile,
+    op: Op,
+    a: u8,
+    b: u8,
+    d: u8,
+    k_blocks: i32,
+    place: i32,
+    padding: i32,
+}
+
+// SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
+unsafe impl DeviceRepr for Task {}
+
+impl Step {
+    /// With a tile of this product.
+    pub(super) fn task(&self, tile: Tile) -> Task {
+        let Self {
+            op,
+            a,
+            b,
+            d,
+            k_blocks,
+            first,
+            ..
+        } = *self;
+        Task {
+            tile,
+            op,
+            a,
+            b,
+            d,
+            k_blocks,
+            place: tile.matrix - first,
+            padding: 0,
+        }
+    }
+}
 
 /// Maps of the stacks of a workspace, by their [`Buffer`], and of the results of wide and of tall
 /// matrices, laid out as `Maps` in `kernels/hopper/products.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct Maps([CUtensorMap; Buffer::ALL.len() + 2]);
+
+// SAFETY: maps are words alone.
+unsafe impl Plain for Maps {}
 
 impl Maps {
     /// The same with other maps of results.
@@ -105,7 +159,7 @@ impl Stacks {
     /// transposed results.
     pub(super) fn steps(&self, program: &[Product]) -> Vec<Step> {
         let wide = self.batch.wide;
-        let results = Buffer::ALL.len() as i32;
+        let results = Buffer::ALL.len() as u8;
         let mut steps: Vec<_> = program
             .iter()
             .zip(waits(program))
@@ -116,19 +170,21 @@ impl Stacks {
                     *wait = other as i32;
                 }
                 Step {
-                    scalars: product.scalars,
+                    factors: Factors {
+                        scalars: product.scalars,
+                        waits,
+                        padding: 0,
+                    },
                     op: if product.is_symmetric() {
                         Op::Symmetric
                     } else {
                         Op::Apply
                     },
-                    a: product.a as i32,
-                    b: product.b as i32,
-                    d: product.d as i32,
+                    a: product.a as u8,
+                    b: product.b as u8,
+                    d: product.d as u8,
+                    k_blocks: self.all(product.a).cols.div_ceil(BLOCK) as i32,
                     first: 0,
-                    k_blocks: self.all(product.a).cols.div_ceil(64) as i32,
-                    waits,
-                    padding: [0; 3],
                 }
             })
             .collect();

@@ -6,9 +6,6 @@ use std::collections::BinaryHeap;
 use super::{Launch, Schedule};
 use crate::hopper::tiles::{Pair, Tile, Width};
 
-/// Warpgroups that store a part each of a tile.
-pub(super) const PARTS_OF_A_TILE: u32 = 2;
-
 /// What was dealt to each cluster, and when each is free.
 pub(super) struct Clusters {
     free: BinaryHeap<Reverse<(u64, usize)>>,
@@ -51,7 +48,7 @@ impl Clusters {
 pub(super) struct Dealt {
     launches: Vec<Launch>,
     tiles: Vec<Tile>,
-    first: Vec<i32>,
+    rest: Vec<i32>,
     parts: Vec<u32>,
     pub(super) end: u64,
 }
@@ -61,24 +58,31 @@ impl Dealt {
         Self {
             launches: Vec::new(),
             tiles: Vec::new(),
-            first: Vec::new(),
+            rest: Vec::new(),
             parts: vec![0; parts],
             end: 0,
         }
     }
 
     pub(super) fn push(&mut self, clusters: &Clusters, width: Width) {
-        let first_from = self.first.len();
-        for list in clusters.lists.iter().filter(|list| !list.is_empty()) {
-            self.first.push((self.tiles.len() / 2) as i32);
-            self.tiles.extend(list.iter().flatten());
-        }
+        let lists = clusters.lists.iter().filter_map(|list| list.split_first());
+        let lists: Vec<_> = lists.collect();
         self.launches.push(Launch {
             width,
-            first_from,
-            clusters: self.first.len() - first_from,
+            tiles_from: self.tiles.len(),
+            rest_from: self.rest.len(),
+            clusters: lists.len(),
         });
-        self.first.push((self.tiles.len() / 2) as i32);
+        for (first, _) in &lists {
+            self.tiles.extend(*first);
+        }
+        let mut pairs = lists.len();
+        self.rest.push(pairs as i32);
+        for (_, rest) in &lists {
+            self.tiles.extend(rest.iter().flatten());
+            pairs += rest.len();
+            self.rest.push(pairs as i32);
+        }
         self.end += clusters.end;
     }
 
@@ -86,7 +90,7 @@ impl Dealt {
     pub(super) fn into_schedule(mut self, widths: [Width; 2], products: usize) -> Schedule {
         for tile in &self.tiles {
             let index = tile.matrix as usize * products + usize::from(tile.product);
-            self.parts[index] += PARTS_OF_A_TILE;
+            self.parts[index] += tile.warpgroups();
         }
         let [square, wide] = widths;
         Schedule {
@@ -94,7 +98,7 @@ impl Dealt {
             wide,
             launches: self.launches,
             tiles: self.tiles,
-            first: self.first,
+            rest: self.rest,
             parts: self.parts,
             end: self.end,
         }

@@ -190,8 +190,6 @@ impl<'a> Dependent<'a> {
             let pairs = pairs_of(product, matrix);
             let Progress { dealt, end } = &mut progress[matrix][product];
             let pair = &pairs[*dealt];
-            // Those of which a warpgroup stands by are for launches in which nobody waits.
-            assert!(pair.iter().all(Tile::is_of_two), "{pair:?}");
             *dealt += 1;
             let placed = self.placed(product, matrix);
             *end = clusters

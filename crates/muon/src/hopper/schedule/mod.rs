@@ -24,10 +24,10 @@ pub(crate) struct Schedule {
     pub(crate) square: Width,
     pub(crate) wide: Width,
     pub(crate) launches: Vec<Launch>,
-    /// The pairs of one cluster of a launch after those of the other.
+    /// Of each launch the first pair of each cluster, then those that follow the first one's, and so on.
     pub(crate) tiles: Vec<Tile>,
-    /// The first pair of each cluster of a launch, and the end of the last one's.
-    pub(crate) first: Vec<i32>,
+    /// For each cluster of a launch which of the launch's pairs is its second one, and the number of all.
+    pub(crate) rest: Vec<i32>,
     /// For each matrix and each product how many parts of tiles there are. The last product is two:
     /// that of wide matrices, and that of tall ones.
     pub(crate) parts: Vec<u32>,
@@ -40,8 +40,9 @@ pub(crate) struct Schedule {
 pub(crate) struct Launch {
     /// The most columns of its tiles.
     pub(crate) width: Width,
-    /// Where its firsts start.
-    pub(crate) first_from: usize,
+    /// Where its tiles start, and what of `rest` is its own.
+    pub(crate) tiles_from: usize,
+    pub(crate) rest_from: usize,
     pub(crate) clusters: usize,
 }
 
@@ -104,7 +105,6 @@ fn k_blocks(product: &Product, batch: Batch) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::dealt::PARTS_OF_A_TILE;
     use super::*;
     use crate::hopper::program::{program, waits};
     use crate::{Coefficients, Method};
@@ -116,6 +116,17 @@ mod tests {
         Schedule::new(&program, Batch { n, m, wide, tall }, CLUSTERS)
     }
 
+    /// The pairs of each cluster of a launch.
+    fn lists(schedule: &Schedule, launch: &Launch) -> Vec<Vec<[Tile; 2]>> {
+        let pairs = schedule.tiles[launch.tiles_from..].as_chunks::<2>().0;
+        let rest = &schedule.rest[launch.rest_from..=launch.rest_from + launch.clusters];
+        let list = |cluster: usize| {
+            let rest = rest[cluster] as usize..rest[cluster + 1] as usize;
+            [&pairs[cluster..=cluster], &pairs[rest]].concat()
+        };
+        (0..launch.clusters).map(list).collect()
+    }
+
     /// Works off the lists as the clusters do, one pair of one of them after the other.
     fn run(schedule: &Schedule, method: Method, wide: usize) {
         let program = program(method, &Coefficients::default().steps(5));
@@ -123,17 +134,14 @@ mod tests {
         let products = program.len() + 1;
         let mut left = schedule.parts.clone();
         for launch in &schedule.launches {
-            let first = &schedule.first[launch.first_from..=launch.first_from + launch.clusters];
             let waits_inside = schedule.launches.len() == 1;
             let before = left.clone();
-            let mut at: Vec<_> = first[..launch.clusters].to_vec();
+            let mut lists = lists(schedule, launch);
+            lists.iter_mut().for_each(|list| list.reverse());
             let mut moved = true;
             while std::mem::take(&mut moved) {
-                for (cluster, at) in at.iter_mut().enumerate() {
-                    while *at < first[cluster + 1] {
-                        let [a, b] = &schedule.tiles[2 * *at as usize..][..2] else {
-                            unreachable!()
-                        };
+                for list in &mut lists {
+                    while let Some([a, b]) = list.last() {
                         assert_eq!((a.matrix, a.product), (b.matrix, b.product));
                         assert!(a.width().max(b.width()).columns() <= launch.width.kernel());
                         let (matrix, product) = (a.matrix as usize, usize::from(a.product));
@@ -144,8 +152,8 @@ mod tests {
                         if waits[of_program].iter().any(is_left) {
                             break;
                         }
-                        left[matrix * products + product] -= 2 * PARTS_OF_A_TILE;
-                        *at += 1;
+                        left[matrix * products + product] -= a.warpgroups() + b.warpgroups();
+                        list.pop();
                         moved = true;
                     }
                 }
@@ -168,9 +176,6 @@ mod tests {
             let schedule = schedule(method, wide, tall, n, m);
             for launch in &schedule.launches {
                 assert!((1..=CLUSTERS).contains(&launch.clusters));
-                let first =
-                    &schedule.first[launch.first_from..=launch.first_from + launch.clusters];
-                assert!(first.windows(2).all(|pair| pair[0] < pair[1]));
             }
             run(&schedule, method, wide);
         }
