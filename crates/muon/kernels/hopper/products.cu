@@ -137,15 +137,15 @@ constexpr uint32_t kBlockBytes = kBlock * kBlock * 2;
 constexpr int kWarpgroups = 2;  // that compute
 constexpr int kWarpgroupThreads = 128;
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
-constexpr uint32_t kABytes = kWarpgroups * kBlockBytes;
 constexpr uint32_t kStagingBytes = 2 * kBlockBytes;  // a warpgroup: two blocks on their way out
 constexpr uint32_t kAlignment = 1024;  // of a block in the 128-byte swizzle
 
-// The ring of stages, as each of its users walks it, and what follows it in shared memory. The
-// narrower the tiles, the more stages fit, and the more are needed: a stage lasts less long.
-template <int kColumns>
+// The ring of stages, as each of its users walks it, and what follows it in shared memory. A stage has
+// `kBlocks` blocks: those of A that a tile needs, then those of B. The smaller the tiles, the more
+// stages fit, and the more are needed: a stage lasts less long.
+template <int kBlocks>
 struct Ring {
-  static constexpr uint32_t kStageBytes = kABytes + kColumns / kBlock * kBlockBytes;
+  static constexpr uint32_t kStageBytes = kBlocks * kBlockBytes;
   static constexpr uint32_t kStages = 192 * 1024 / kStageBytes;
   static constexpr uint32_t kStagingAt = kStages * kStageBytes;
   static constexpr uint32_t kBarriersAt = kStagingAt + kWarpgroups * kStagingBytes;
@@ -155,7 +155,6 @@ struct Ring {
   uint32_t stage = 0;
   uint32_t parity = 0;
 
-  // A stage has the blocks of A, then those of B.
   __device__ uint32_t block(uint32_t index) const {
     return shared + stage * kStageBytes + index * kBlockBytes;
   }
@@ -212,7 +211,7 @@ __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& wo
         const int along_n = tile.column + c * kBlock;
         const int column = symmetric ? k * kBlock : along_n;
         const int row = symmetric ? along_n : k * kBlock;
-        const uint32_t to = ring.block(kWarpgroups + c);
+        const uint32_t to = ring.block(a_blocks + c);
         if (tile.shared) {
           load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
         } else {
@@ -392,6 +391,7 @@ __device__ __forceinline__ Part part_of(const Tile& tile, int warpgroup, int ind
   }
   const int row = tile.row + warpgroup * kBlock;
   if (tile.shape == Shape::kTwins) return {row, row, w, w};
+  if (tile.shape == Shape::kHalf) return {row, tile.column, 0, 1};
   return {row, tile.column, w, kWarpgroups};
 }
 
@@ -547,10 +547,12 @@ __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const 
   }
 }
 
-template <class T, int kMaxColumns>
+// Tiles of all shapes whose blocks fit a stage.
+template <class T, int kBlocks>
 __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
+  constexpr int kMaxColumns = kBlocks == 6 ? 256 : kBlocks == 4 ? 128 : 64;
   extern __shared__ uint8_t raw[];
-  Ring<kMaxColumns> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
+  Ring<kBlocks> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
   const uint32_t rank = cluster_rank();
   List list(work, cluster_index(), rank);
   const int warpgroup = warp_index() / 4;
@@ -558,7 +560,7 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   launch_dependents();
   if (warp_index() == 0 && elect()) {
     for (int i = 0; i < kMaps; ++i) prefetch_map(&maps.of[i]);
-    for (Ring<kMaxColumns> r = ring; r.parity == 0; r.advance()) {
+    for (Ring<kBlocks> r = ring; r.parity == 0; r.advance()) {
       barrier_init(r.full(), 1);
       barrier_init(r.empty(), 2 * kWarpgroups);  // the consumers of both blocks
     }
@@ -587,7 +589,7 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
       const bool stands_by = tile.shape == Shape::kHalf && warpgroup > 0;
       if (stands_by) {
         stand_by(ring, staging, task.k_blocks);
-      } else if (kMaxColumns == 128 && tile.shape == Shape::kQuads) {
+      } else if (kMaxColumns >= 128 && tile.shape == Shape::kQuads) {
         compute<T, Op::kSymmetric, kBlock, 2>(ring, staging, at, map_d, task, s);
       } else if (task.op == Op::kSymmetric) {
         compute_any<T, Op::kSymmetric, kMaxColumns>(ring, staging, at, map_d, task, s, columns);
@@ -612,19 +614,18 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
 }  // namespace
 
 // Launch: cooperative with `left`; clusters of 2 blocks of 384 threads, at most as many as fit at once (66 on an
-// H200), each with a pair at least; shared memory of 230464, 230496 and 230528 bytes for the kernels
-// named 256, 128 and 64 after the most columns of their tiles.
-#define ITERATE_KERNEL(name, type, columns)                                                     \
-  static_assert(Ring<columns>::kSharedBytes ==                                                  \
-                (columns == 256 ? 230464 : columns == 128 ? 230496 : 230528));                  \
-  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)           \
-      name(const __grid_constant__ Maps maps, const __grid_constant__ Work work) {              \
-    iterate<type, columns>(maps, work);                                                         \
+// H200), each with a pair at least; shared memory of 230464, 230496 and 230528 bytes for the kernels named
+// 6, 4 and 3 after the blocks of a stage.
+#define ITERATE_KERNEL(name, type, blocks, bytes)                                          \
+  static_assert(Ring<blocks>::kSharedBytes == bytes);                                       \
+  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)       \
+      name(const __grid_constant__ Maps maps, const __grid_constant__ Work work) {          \
+    iterate<type, blocks>(maps, work);                                                      \
   }
 
-ITERATE_KERNEL(newton_schulz_iterate_f16_256, __half, 256)
-ITERATE_KERNEL(newton_schulz_iterate_f16_128, __half, 128)
-ITERATE_KERNEL(newton_schulz_iterate_f16_64, __half, 64)
-ITERATE_KERNEL(newton_schulz_iterate_bf16_256, __nv_bfloat16, 256)
-ITERATE_KERNEL(newton_schulz_iterate_bf16_128, __nv_bfloat16, 128)
-ITERATE_KERNEL(newton_schulz_iterate_bf16_64, __nv_bfloat16, 64)
+ITERATE_KERNEL(newton_schulz_iterate_f16_6, __half, 6, 230464)
+ITERATE_KERNEL(newton_schulz_iterate_f16_4, __half, 4, 230496)
+ITERATE_KERNEL(newton_schulz_iterate_f16_3, __half, 3, 230528)
+ITERATE_KERNEL(newton_schulz_iterate_bf16_6, __nv_bfloat16, 6, 230464)
+ITERATE_KERNEL(newton_schulz_iterate_bf16_4, __nv_bfloat16, 4, 230496)
+ITERATE_KERNEL(newton_schulz_iterate_bf16_3, __nv_bfloat16, 3, 230528)

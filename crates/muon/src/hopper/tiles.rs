@@ -40,14 +40,6 @@ impl Width {
         }
     }
 
-    /// The most columns of the kernel that computes such tiles. One with fewer has more stages.
-    pub(crate) fn kernel(self) -> usize {
-        match self {
-            Self::W160 | Self::W192 => 256,
-            other => other.columns(),
-        }
-    }
-
     /// Time that a tile takes, measured on an H200, in hundredths of that of 256 columns.
     pub(super) fn cost(self) -> u64 {
         match self {
@@ -147,6 +139,18 @@ impl Tile {
                 .map(|band| (band + BLOCK, band, ROWS))
                 .to_vec(),
             Shape::Quads => (0..4).map(|band| on_diagonal(row + band * ROWS)).collect(),
+        }
+    }
+
+    /// Blocks of A and B that are loaded at once for it.
+    pub(super) fn blocks(&self) -> usize {
+        match self.shape() {
+            Shape::Whole => {
+                let own = self.columns().div_ceil(BLOCK);
+                ROWS / BLOCK + own.max(self.shared.into())
+            }
+            Shape::Half | Shape::Twins => 2,
+            Shape::Strips | Shape::Quads => 4,
         }
     }
 

@@ -82,8 +82,7 @@ impl Iterate {
             start(&rest, &stream),
         ];
         let part = |launch: &Launch| -> Result<_> {
-            let columns = launch.width.kernel();
-            let (function, grid) = modules.product(dtype, columns, launch.clusters)?;
+            let (function, grid) = modules.product(dtype, launch.stage, launch.clusters)?;
             let grid = Grid {
                 together: is_counted,
                 ..grid
@@ -151,7 +150,7 @@ impl Part {
 }
 
 /// The address of a slice, which stands for as long as the slice does.
-fn start<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> u64 {
+pub(super) fn start<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> u64 {
     let (address, _read) = slice.device_ptr(stream);
     address
 }

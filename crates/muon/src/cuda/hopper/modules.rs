@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
-use cudarc::driver::sys::CUfunction_attribute;
+use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
 use cudarc::driver::{CudaFunction, CudaModule, LaunchConfig};
 use cudarc::nvrtc::Ptx;
 
 use super::kernel::Grid;
-use crate::hopper::tiles::Width;
+use crate::hopper::schedule::Stage;
 
 /// Threads of a block of `products.cu`: two warpgroups that compute and one that loads.
 const PRODUCT_THREADS: u32 = 384;
@@ -39,19 +39,20 @@ impl Modules {
         })
     }
 
-    /// The kernel of `products.cu` for tiles of at most so many columns, and its launch by so many
+    /// The kernel of `products.cu` for tiles of which a stage holds the blocks, and its launch by so many
     /// clusters.
     pub(super) fn product(
         &self,
         dtype: DType,
-        columns: usize,
+        stage: Stage,
         clusters: usize,
     ) -> Result<(CudaFunction, Grid)> {
-        let name = format!("newton_schulz_iterate_{}_{columns}", dtype.as_str());
+        let blocks = stage.blocks();
+        let name = format!("newton_schulz_iterate_{}_{blocks}", dtype.as_str());
         let function = self.products.load_function(&name).w()?;
-        let shared_bytes = match columns {
-            256 => 230_464,
-            128 => 230_496,
+        let shared_bytes = match blocks {
+            6 => 230_464,
+            4 => 230_496,
             _ => 230_528,
         };
         let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -69,8 +70,8 @@ impl Modules {
     pub(super) fn clusters(&self, device: &CudaDevice) -> Result<usize> {
         let stream = device.cuda_stream();
         let mut least = usize::MAX;
-        for columns in Width::ALL.map(Width::kernel) {
-            let (function, grid) = self.product(DType::F16, columns, 1)?;
+        for stage in Stage::ALL {
+            let (function, grid) = self.product(DType::F16, stage, 1)?;
             let config = LaunchConfig {
                 grid_dim: (grid.blocks.0, grid.blocks.1, 1),
                 block_dim: (grid.threads, 1, 1),
@@ -86,4 +87,22 @@ impl Modules {
     pub(super) fn edge(&self, name: &str) -> Result<CudaFunction> {
         self.normalize.load_function(name).w()
     }
+}
+
+/// Blocks of so many threads of a kernel that run at once.
+pub(super) fn blocks_at_once(
+    device: &CudaDevice,
+    function: &CudaFunction,
+    threads: usize,
+) -> Result<usize> {
+    let multiprocessors = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    let multiprocessors = device
+        .cuda_stream()
+        .context()
+        .attribute(multiprocessors)
+        .w()?;
+    let of_one = function
+        .occupancy_max_active_blocks_per_multiprocessor(threads as u32, 0, None)
+        .w()?;
+    Ok(multiprocessors as usize * of_one as usize)
 }

@@ -3,8 +3,9 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::{Launch, Schedule};
-use crate::hopper::tiles::{Pair, Tile, Width};
+use super::{Launch, Schedule, Stage};
+use crate::hopper::program::Product;
+use crate::hopper::tiles::{Pair, Tile};
 
 /// What was dealt to each cluster, and when each is free.
 pub(super) struct Clusters {
@@ -45,30 +46,36 @@ impl Clusters {
 }
 
 /// Launches that are dealt.
-pub(super) struct Dealt {
+pub(super) struct Dealt<'a> {
+    program: &'a [Product],
+    matrices: usize,
     launches: Vec<Launch>,
     tiles: Vec<Tile>,
     rest: Vec<i32>,
-    parts: Vec<u32>,
     pub(super) end: u64,
 }
 
-impl Dealt {
-    pub(super) fn new(parts: usize) -> Self {
+impl<'a> Dealt<'a> {
+    /// Of so many matrices.
+    pub(super) fn new(program: &'a [Product], matrices: usize) -> Self {
         Self {
+            program,
+            matrices,
             launches: Vec::new(),
             tiles: Vec::new(),
             rest: Vec::new(),
-            parts: vec![0; parts],
             end: 0,
         }
     }
 
-    pub(super) fn push(&mut self, clusters: &Clusters, width: Width) {
+    pub(super) fn push(&mut self, clusters: &Clusters) {
         let lists = clusters.lists.iter().filter_map(|list| list.split_first());
         let lists: Vec<_> = lists.collect();
         self.launches.push(Launch {
-            width,
+            stage: Stage::of(lists.iter().flat_map(|(first, rest)| {
+                let rest = rest.iter().flatten();
+                first.iter().chain(rest)
+            })),
             tiles_from: self.tiles.len(),
             rest_from: self.rest.len(),
             clusters: lists.len(),
@@ -86,20 +93,25 @@ impl Dealt {
         self.end += clusters.end;
     }
 
-    /// With so many products of each matrix.
-    pub(super) fn into_schedule(mut self, widths: [Width; 2], products: usize) -> Schedule {
+    pub(super) fn into_schedule(self) -> Schedule {
+        // The last product is two, of wide and of tall matrices.
+        let products = self.program.len() + 1;
+        let mut parts = vec![0; self.matrices * products];
+        let (mut square, mut wide) = (0, 0);
         for tile in &self.tiles {
-            let index = tile.matrix as usize * products + usize::from(tile.product);
-            self.parts[index] += tile.warpgroups();
+            let product = usize::from(tile.product);
+            parts[tile.matrix as usize * products + product] += tile.warpgroups();
+            let is_square = product + 2 < products && self.program[product].is_symmetric();
+            let most = if is_square { &mut square } else { &mut wide };
+            *most = tile.columns().max(*most);
         }
-        let [square, wide] = widths;
         Schedule {
             square,
             wide,
             launches: self.launches,
             tiles: self.tiles,
             rest: self.rest,
-            parts: self.parts,
+            parts,
             end: self.end,
         }
     }

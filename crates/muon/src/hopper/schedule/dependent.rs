@@ -1,4 +1,4 @@
-//! The two ways to deal the pairs of products of which some wait for others.
+//! Products of which some wait for others, and how their pairs are dealt in one launch.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,7 +7,7 @@ use super::dealt::{Clusters, Dealt};
 use super::{Schedule, k_blocks};
 use crate::hopper::cuts::{Pieces, cost};
 use crate::hopper::program::{Product, waits};
-use crate::hopper::tiles::{Pair, Region, Tile, Width};
+use crate::hopper::tiles::Pair;
 use crate::hopper::workspace::Batch;
 
 /// Clocks of an H200, as far as they decide the order: of 64 of K in a hundredth of a tile of 256
@@ -16,18 +16,16 @@ use crate::hopper::workspace::Batch;
 const K_BLOCK: u64 = 11;
 const AFTER: u64 = 13;
 const BETWEEN: u64 = 4000;
-/// The same where a launch follows the one before.
-const BETWEEN_LAUNCHES: u64 = 2200;
 /// Matrices are begun in groups with at least so many pairs a cluster of their smallest product, and
 /// a group goes before the next: what it works on stays in the L2.
 const PAIRS_OF_A_GROUP: usize = 2;
 
 /// A program, of which every product of a matrix waits for others of the same matrix.
 pub(super) struct Dependent<'a> {
-    program: &'a [Product],
-    batch: Batch,
-    waits: Vec<Vec<usize>>,
-    followers: Vec<Vec<usize>>,
+    pub(super) program: &'a [Product],
+    pub(super) batch: Batch,
+    pub(super) waits: Vec<Vec<usize>>,
+    pub(super) followers: Vec<Vec<usize>>,
 }
 
 impl<'a> Dependent<'a> {
@@ -61,76 +59,6 @@ impl<'a> Dependent<'a> {
             urgencies[product] = of_matrix(product) + BETWEEN + after.max().unwrap_or(0);
         }
         urgencies
-    }
-
-    /// Launch after launch, each with what waits only for those before, the longest pairs first.
-    pub(super) fn launch_by_launch(&self, clusters: usize) -> Schedule {
-        let Batch { n, m, .. } = self.batch;
-        let count = self.batch.count();
-        let mut levels: Vec<usize> = Vec::new();
-        for waits in &self.waits {
-            levels.push(
-                waits
-                    .iter()
-                    .map(|&other| levels[other] + 1)
-                    .max()
-                    .unwrap_or(0),
-            );
-        }
-        let mut dealt = Dealt::new(count * (self.program.len() + 1));
-        let mut known: Vec<((Region, usize, bool), Pieces)> = Vec::new();
-        let (mut square, mut wide) = (Width::W64, Width::W64);
-        for level in 0..=levels.iter().copied().max().unwrap_or(0) {
-            let products = (0..levels.len()).filter(|&product| levels[product] == level);
-            let (squares, wides): (Vec<_>, Vec<_>) =
-                products.partition(|&product| self.program[product].is_symmetric());
-            let mut clusters_of_launch = Clusters::new(clusters);
-            let mut pairs = Vec::new();
-            let mut width = Width::W64;
-            let regions = [
-                (squares, Region::Symmetric { n }, &mut square),
-                (wides, Region::Full { rows: n, cols: m }, &mut wide),
-            ];
-            for (products, region, most) in regions {
-                if products.is_empty() {
-                    continue;
-                }
-                let batch = products.len() * count;
-                let of_square = |&product: &usize| {
-                    let Product { a, b, .. } = self.program[product];
-                    a == b
-                };
-                let kind = (region, batch, products.iter().all(of_square));
-                let index = known.iter().position(|(other, _)| *other == kind);
-                let index = index.unwrap_or_else(|| {
-                    let pieces = if kind.2 {
-                        Pieces::of_squares(n, batch, clusters)
-                    } else {
-                        Pieces::in_step(region, batch, clusters, Width::W256)
-                    };
-                    known.push((kind, pieces));
-                    known.len() - 1
-                });
-                let (_, pieces) = &known[index];
-                width = width.max(pieces.width);
-                *most = pieces.width.max(*most);
-                pairs.extend(pieces.pairs.iter().map(|pair| {
-                    let matrix = pair[0].matrix as usize;
-                    let product = products[matrix / count];
-                    let matrix = (matrix % count) as i32;
-                    let pair = pair.map(|tile| Tile { matrix, ..tile });
-                    (self.time(product, &pair), product, pair)
-                }));
-            }
-            pairs.sort_by_key(|(time, ..)| Reverse(*time));
-            for (time, product, pair) in pairs {
-                let placed = self.placed(product, pair[0].matrix as usize);
-                clusters_of_launch.deal(&pair, placed, time);
-            }
-            dealt.end += BETWEEN_LAUNCHES;
-            dealt.push(&clusters_of_launch, width);
-        }
-        dealt.into_schedule([square, wide], self.program.len() + 1)
     }
 
     /// In one launch, pair after pair to the cluster that is free first: of what waits for nothing more, the
@@ -210,13 +138,13 @@ impl<'a> Dependent<'a> {
                 }
             }
         }
-        let mut dealt = Dealt::new(count * (products + 1));
-        dealt.push(&clusters, squares.width.max(wides.width));
-        dealt.into_schedule([squares.width, wides.width], products + 1)
+        let mut dealt = Dealt::new(self.program, count);
+        dealt.push(&clusters);
+        dealt.into_schedule()
     }
 
     /// The product as the kernels know it, in which the last one is another of tall matrices.
-    fn placed(&self, product: usize, matrix: usize) -> u16 {
+    pub(super) fn placed(&self, product: usize, matrix: usize) -> u16 {
         let is_tall = matrix >= self.batch.wide;
         let last = product + 1 == self.program.len();
         (product + usize::from(last && is_tall)) as u16

@@ -2,12 +2,14 @@
 
 mod dealt;
 mod dependent;
+mod launches;
 
 use super::cuts::Pieces;
 use super::program::{Buffer, Product};
 use super::tiles::{BLOCK, Region, Tile, Width};
 use super::workspace::Batch;
 use dependent::Dependent;
+use launches::launch_by_launch;
 
 /// With more pairs, of all products, ways to cut are not compared.
 const MOST_PAIRS_TO_COMPARE: usize = 20_000;
@@ -21,8 +23,8 @@ const MOST_PAIRS_TO_COMPARE: usize = 20_000;
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Schedule {
     /// The most columns of tiles of the n × n products, and of the n × m ones.
-    pub(crate) square: Width,
-    pub(crate) wide: Width,
+    pub(crate) square: usize,
+    pub(crate) wide: usize,
     pub(crate) launches: Vec<Launch>,
     /// Of each launch the first pair of each cluster, then those that follow the first one's, and so on.
     pub(crate) tiles: Vec<Tile>,
@@ -38,12 +40,32 @@ pub(crate) struct Schedule {
 /// Clusters that are launched at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Launch {
-    /// The most columns of its tiles.
-    pub(crate) width: Width,
+    pub(crate) stage: Stage,
     /// Where its tiles start, and what of `rest` is its own.
     pub(crate) tiles_from: usize,
     pub(crate) rest_from: usize,
     pub(crate) clusters: usize,
+}
+
+/// The blocks that are loaded at once for a tile, as kernels are made for them. One for fewer has more
+/// stages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stage(usize);
+
+impl Stage {
+    pub(crate) const ALL: [Self; 3] = [Self(3), Self(4), Self(6)];
+
+    /// The least that all tiles fit.
+    fn of<'a>(tiles: impl Iterator<Item = &'a Tile>) -> Self {
+        let most = tiles.map(Tile::blocks).max().unwrap_or(0);
+        let fits = |stage: &Self| stage.0 >= most;
+        let least = Self::ALL.into_iter().find(fits);
+        least.expect("a tile has at most 256 columns")
+    }
+
+    pub(crate) fn blocks(self) -> usize {
+        self.0
+    }
 }
 
 impl Schedule {
@@ -54,7 +76,7 @@ impl Schedule {
         let square = Region::Symmetric { n };
         let wide = Region::Full { rows: n, cols: m };
         let dependent = Dependent::new(program, batch);
-        let mut best = dependent.launch_by_launch(clusters);
+        let mut best = launch_by_launch(&dependent, clusters);
         if count == 1 {
             return best;
         }
@@ -143,7 +165,7 @@ mod tests {
                 for list in &mut lists {
                     while let Some([a, b]) = list.last() {
                         assert_eq!((a.matrix, a.product), (b.matrix, b.product));
-                        assert!(a.width().max(b.width()).columns() <= launch.width.kernel());
+                        assert!(a.blocks().max(b.blocks()) <= launch.stage.blocks());
                         let (matrix, product) = (a.matrix as usize, usize::from(a.product));
                         assert!(product < products - 1 || matrix >= wide);
                         let seen = if waits_inside { &left } else { &before };
@@ -178,6 +200,25 @@ mod tests {
                 assert!((1..=CLUSTERS).contains(&launch.clusters));
             }
             run(&schedule, method, wide);
+        }
+    }
+
+    /// The factors gathered in the fourth step are needed only after the fifth.
+    #[test]
+    fn what_the_next_launch_does_not_wait_for_goes_to_idle_clusters() {
+        const GATHERING: u16 = 14;
+        let schedule = schedule(Method::Gram, 1, 0, 1024, 4096);
+        let of_gathering = |launch: &Launch| {
+            let lists = lists(&schedule, launch);
+            let pairs = lists.iter().flatten();
+            pairs.filter(|pair| pair[0].product == GATHERING).count()
+        };
+        let counts: Vec<_> = schedule.launches.iter().map(of_gathering).collect();
+        // 40 of 66 clusters are busy in both.
+        assert_eq!(counts[12..=13], [26, 14]);
+        assert_eq!(counts.iter().sum::<usize>(), 40);
+        for launch in &schedule.launches[12..=13] {
+            assert!(lists(&schedule, launch).iter().all(|list| list.len() == 1));
         }
     }
 

@@ -197,7 +197,53 @@ fn a_matrix_has_the_same_bits_in_any_batch_under_any_cap_and_at_any_run() {
     table.finish();
 }
 
-/// Alone they are computed in launches and tiles of 160 columns, together in one launch and tiles of 256,
+/// A graph is made of the second call of a kind, and given other addresses in each that follows.
+#[test]
+#[ignore = "needs a GPU"]
+fn calls_that_are_replayed_read_and_write_where_they_are_told() {
+    let Some(device) = hopper_device() else {
+        return;
+    };
+    let mut table = Table::new("Hopper kernels, matrices one after the other and together");
+    for (rows, cols, dtype) in [
+        (128, 256, DType::BF16),
+        (256, 128, DType::F32),
+        (100, 333, DType::F16),
+        (1024, 1024, DType::BF16),
+        (2048, 2048, DType::F32),
+    ] {
+        let x = random(&[7, rows, cols], 31, &device);
+        let matrices: Vec<_> = (0..7)
+            .map(|i| x.get(i).unwrap().to_dtype(dtype).unwrap().copy().unwrap())
+            .collect();
+        let ns = hopper(Method::Auto, Precision::F16);
+        let expected = ns.orthogonalize_all(&matrices).unwrap();
+        // All results live at once, so each is elsewhere.
+        let one_by_one = |matrices: &[Tensor]| -> Vec<Tensor> {
+            let one = |x: &Tensor| ns.orthogonalize_all_as_iterated(&[x.clone()]).unwrap();
+            matrices.iter().flat_map(one).collect()
+        };
+        let narrow = one_by_one(&matrices);
+        let wide: Vec<_> = matrices
+            .iter()
+            .map(|x| ns.orthogonalize(x).unwrap())
+            .collect();
+        let narrow_again = one_by_one(&matrices);
+        for (what, got) in [("f16", narrow), ("f32", wide), ("f16 again", narrow_again)] {
+            let differ = (0..7)
+                .filter(|&i| bits(&got[i]) != bits(&expected[i]))
+                .count();
+            table.line(
+                &format!("{rows} x {cols} from {dtype:?} to {what}"),
+                &format!("{differ} of 7 differ"),
+                differ == 0,
+            );
+        }
+    }
+    table.finish();
+}
+
+/// Alone they are computed in launches and in small tiles, together in one launch and tiles of 256,
 /// and each is normalized before the next one is read.
 #[test]
 #[ignore = "needs a GPU"]

@@ -1,0 +1,169 @@
+//! Products dealt launch after launch, each with what waits only for those before.
+
+use std::cmp::Reverse;
+
+use super::Schedule;
+use super::dealt::{Clusters, Dealt};
+use super::dependent::Dependent;
+use crate::hopper::cuts::Pieces;
+use crate::hopper::tiles::{Pair, Region, Tile, Width};
+
+/// Clocks of an H200 from the last store of a launch to the first sum of the next.
+const BETWEEN_LAUNCHES: u64 = 2200;
+
+/// In each launch the longest pairs come first.
+pub(super) fn launch_by_launch(dependent: &Dependent<'_>, clusters: usize) -> Schedule {
+    let mut cutter = Cutter::new(dependent, clusters);
+    let mut dealt = Dealt::new(dependent.program, dependent.batch.count());
+    for mut pairs in launches(dependent, &mut cutter) {
+        pairs.sort_by_key(|pair| Reverse(pair.time));
+        let mut clusters_of_launch = Clusters::new(clusters);
+        for Timed {
+            time,
+            product,
+            pair,
+        } in pairs
+        {
+            let placed = dependent.placed(product, pair[0].matrix as usize);
+            clusters_of_launch.deal(&pair, placed, time);
+        }
+        dealt.end += BETWEEN_LAUNCHES;
+        dealt.push(&clusters_of_launch);
+    }
+    dealt.into_schedule()
+}
+
+/// The pairs of each launch.
+///
+/// A product is computed as soon as it can be, but one that the next launch does not wait for goes, pair
+/// by pair, to clusters that others leave idle, if all of its pairs find one in time.
+fn launches(dependent: &Dependent<'_>, cutter: &mut Cutter<'_>) -> Vec<Vec<Timed>> {
+    let earliest = earliest(dependent);
+    let count = earliest.iter().max().map_or(0, |last| last + 1);
+    let latest = latest(dependent, count);
+    let (fixed, loose): (Vec<usize>, Vec<_>) =
+        (0..earliest.len()).partition(|&product| earliest[product] == latest[product]);
+    let mut products = vec![Vec::new(); count];
+    for product in fixed {
+        products[earliest[product]].push(product);
+    }
+    let mut idle: Vec<Vec<Timed>> = vec![Vec::new(); count];
+    for product in loose {
+        let mut pairs = cutter.pairs(&[product]);
+        let launches = earliest[product]..=latest[product];
+        let rooms = launches.clone().map(|launch| {
+            let taken = cutter.pairs(&products[launch]).len() + idle[launch].len();
+            cutter.clusters.saturating_sub(taken)
+        });
+        let rooms: Vec<_> = rooms.collect();
+        if rooms.iter().sum::<usize>() < pairs.len() {
+            products[earliest[product]].push(product);
+            continue;
+        }
+        for (launch, room) in launches.zip(rooms) {
+            idle[launch].extend(pairs.drain(..room.min(pairs.len())));
+        }
+    }
+    let all = products.iter().zip(idle);
+    all.map(|(products, idle)| [cutter.pairs(products), idle].concat())
+        .collect()
+}
+
+/// The first launch in which each product can be.
+fn earliest(dependent: &Dependent<'_>) -> Vec<usize> {
+    let mut earliest: Vec<usize> = Vec::new();
+    for waits in &dependent.waits {
+        let before = waits.iter().map(|&other| earliest[other] + 1);
+        earliest.push(before.max().unwrap_or(0));
+    }
+    earliest
+}
+
+/// The last one, of `count`.
+fn latest(dependent: &Dependent<'_>, count: usize) -> Vec<usize> {
+    let mut latest = vec![count - 1; dependent.followers.len()];
+    for product in (0..latest.len()).rev() {
+        let after = dependent.followers[product]
+            .iter()
+            .map(|&next| latest[next]);
+        if let Some(first) = after.min() {
+            latest[product] = first - 1;
+        }
+    }
+    latest
+}
+
+/// A pair of a product, and the clocks that it takes.
+#[derive(Clone)]
+struct Timed {
+    time: u64,
+    product: usize,
+    pair: Pair,
+}
+
+/// Cuts products that are computed at once.
+struct Cutter<'a> {
+    dependent: &'a Dependent<'a>,
+    clusters: usize,
+    /// What was cut, by the region, the number of matrices, and whether all are A A'.
+    known: Vec<((Region, usize, bool), Pieces)>,
+}
+
+impl<'a> Cutter<'a> {
+    fn new(dependent: &'a Dependent<'a>, clusters: usize) -> Self {
+        Self {
+            dependent,
+            clusters,
+            known: Vec::new(),
+        }
+    }
+
+    /// The pairs of these products of all matrices.
+    fn pairs(&mut self, products: &[usize]) -> Vec<Timed> {
+        let (n, m) = (self.dependent.batch.n, self.dependent.batch.m);
+        let program = self.dependent.program;
+        let (squares, wides): (Vec<_>, Vec<_>) = products
+            .iter()
+            .partition(|&&product| program[product].is_symmetric());
+        let of_squares = self.pairs_of_region(&squares, Region::Symmetric { n });
+        let of_wides = self.pairs_of_region(&wides, Region::Full { rows: n, cols: m });
+        [of_squares, of_wides].concat()
+    }
+
+    fn pairs_of_region(&mut self, products: &[usize], region: Region) -> Vec<Timed> {
+        if products.is_empty() {
+            return Vec::new();
+        }
+        let (dependent, clusters) = (self.dependent, self.clusters);
+        let count = dependent.batch.count();
+        let batch = products.len() * count;
+        let of_square = |&product: &usize| {
+            let product = &dependent.program[product];
+            product.is_symmetric() && product.a == product.b
+        };
+        let kind = (region, batch, products.iter().all(of_square));
+        let index = self.known.iter().position(|(other, _)| *other == kind);
+        let index = index.unwrap_or_else(|| {
+            let pieces = if kind.2 {
+                Pieces::of_squares(dependent.batch.n, batch, clusters)
+            } else {
+                Pieces::in_step(region, batch, clusters, Width::W256)
+            };
+            self.known.push((kind, pieces));
+            self.known.len() - 1
+        });
+        let (_, pieces) = &self.known[index];
+        let timed = |pair: &Pair| {
+            let matrix = pair[0].matrix as usize;
+            let product = products[matrix / count];
+            let matrix = (matrix % count) as i32;
+            let pair = pair.map(|tile| Tile { matrix, ..tile });
+            Timed {
+                time: dependent.time(product, &pair),
+                product,
+                pair,
+            }
+        };
+        pieces.pairs.iter().map(timed).collect()
+    }
+}
