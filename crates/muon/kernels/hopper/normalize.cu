@@ -7,6 +7,7 @@
 //   divide:             y = 16 (x / 2^e) / sqrt(s), with e and s of the whole matrix: the scale that
 //                       the products reckon with
 //   divide_transposed:  the transpose of that, for a matrix with more rows than columns
+//   normalize:          measure and divide at once, for matrices that the blocks can hold
 //   unpad:              a stack with a pitch → a contiguous one in its type or in f32
 //
 // All in f32. Powers of two are exact, so neither overflow nor underflow comes in before the last
@@ -137,6 +138,13 @@ __device__ Squares sum_over_block(Squares mine) {
   return total;
 }
 
+// The counts of a matrix that its products take from, by its first block.
+__device__ __forceinline__ void set_counts(uint32_t* left, const uint32_t* all, int products) {
+  if (blockIdx.x > 0) return;
+  const int64_t of_matrix = int64_t{blockIdx.y} * products;
+  for (int i = threadIdx.x; i < products; i += kThreads) left[of_matrix + i] = all[of_matrix + i];
+}
+
 // Grid: (parts of a matrix, at most 512 and chosen by its shape alone; matrices).
 template <class T>
 __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, int64_t elements,
@@ -166,10 +174,7 @@ __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, i
     mine = mine + squares(vectors);
   }
   const Squares total = sum_over_block(mine);
-  if (blockIdx.x == 0) {
-    const int64_t of_matrix = int64_t{blockIdx.y} * products;
-    for (int i = threadIdx.x; i < products; i += kThreads) left[of_matrix + i] = all[of_matrix + i];
-  }
+  set_counts(left, all, products);
   if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
 }
 
@@ -194,14 +199,16 @@ struct Normalizer {
   }
 };
 
-// The sum of the parts of a matrix.
+// The sum of the parts of a matrix, which other blocks may have written just now.
 __device__ __forceinline__ Squares sum_of_parts(const Squares* parts, int parts_of_matrix,
                                                 int index) {
   Squares mine{kNoExponent, 0};
 #pragma unroll
   for (int i = 0; i < kMaxParts / kThreads; ++i) {
     const int part = i * kThreads + threadIdx.x;
-    if (part < parts_of_matrix) mine = mine + parts[index * parts_of_matrix + part];
+    if (part >= parts_of_matrix) continue;
+    const int2 bits = __ldcg(reinterpret_cast<const int2*>(parts) + index * parts_of_matrix + part);
+    mine = mine + Squares{bits.x, __int_as_float(bits.y)};
   }
   return sum_over_block(mine);
 }
@@ -257,6 +264,59 @@ __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squa
     if (v < step) break;
     v -= step;
     load();
+  }
+}
+
+// Waits for all blocks of a matrix; what they wrote is seen then. `arrived` counts on from launch to
+// launch.
+__device__ __forceinline__ void wait_for_blocks(unsigned long long* arrived) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const unsigned long long mine = atomicAdd(arrived, 1ull);
+    const unsigned long long all = (mine / gridDim.x + 1) * gridDim.x;
+    unsigned long long now;
+    do {
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(arrived) : "memory");
+    } while (now < all);
+  }
+  __syncthreads();
+}
+
+// Grid, at once: as that of `measure`, so that sums are the same, with at most 8 vectors a thread. Of
+// matrices at multiples of 16 bytes, without padding.
+template <class T, class U>
+__device__ __forceinline__ void normalize(const Addresses& from, U* out, Squares* parts,
+                                          int64_t elements, unsigned long long* arrived,
+                                          uint32_t* left, const uint32_t* all, int products) {
+  const T* matrix = reinterpret_cast<const T*>(from.of[blockIdx.y]);
+  U* to = out + int64_t{blockIdx.y} * elements;
+  const int64_t stride = int64_t{gridDim.x} * kThreads * kVector;
+  const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector;
+  Vector<T> vectors[kMeasured];
+  wait_for_predecessors();
+  launch_dependents();
+#pragma unroll
+  for (int j = 0; j < kMeasured; ++j) {
+    const int64_t i = first + j * stride;
+    vectors[j].load(matrix + i, i < elements);
+  }
+  const Squares total = sum_over_block(Squares{kNoExponent, 0} + squares(vectors));
+  set_counts(left, all, products);
+  if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
+  wait_for_blocks(arrived + blockIdx.y);
+  const Normalizer normalized(sum_of_parts(parts, gridDim.x, blockIdx.y));
+#pragma unroll
+  for (int j = 0; j < kMeasured; ++j) {
+    const int64_t i = first + j * stride;
+    if (i >= elements) continue;
+    uint4 packed;
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
+#pragma unroll
+    for (int k = 0; k < kVector / 2; ++k) {
+      pairs[k] = pack(normalized(vectors[j][2 * k]), normalized(vectors[j][2 * k + 1]), U{});
+    }
+    *reinterpret_cast<uint4*>(to + i) = packed;
   }
 }
 
@@ -378,6 +438,13 @@ __device__ __forceinline__ void unpad(const T* stack, U* out, int rows, int cols
            const Squares* parts, int parts_of_matrix, int rows, int cols, int pitch) {         \
     divide_transposed<type>(from, out, parts, parts_of_matrix, rows, cols, pitch);             \
   }
+#define NORMALIZE_KERNEL(name, type, out_type)                                                 \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                    \
+      name(const __grid_constant__ Addresses from, out_type* __restrict__ out, Squares* parts, \
+           int64_t elements, unsigned long long* arrived, uint32_t* __restrict__ left,         \
+           const uint32_t* __restrict__ all, int products) {                                   \
+    normalize<type>(from, out, parts, elements, arrived, left, all, products);                 \
+  }
 #define UNPAD_KERNEL(name, type, out_type)                                                     \
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \
       name(const type* __restrict__ stack, out_type* __restrict__ out, int rows, int cols,     \
@@ -400,6 +467,12 @@ DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_bf16_f16, __nv_bfloat16
 DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_f32_bf16, float, __nv_bfloat16)
 DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_f16_bf16, __half, __nv_bfloat16)
 DIVIDE_TRANSPOSED_KERNEL(newton_schulz_divide_transposed_bf16_bf16, __nv_bfloat16, __nv_bfloat16)
+NORMALIZE_KERNEL(newton_schulz_normalize_f32_f16, float, __half)
+NORMALIZE_KERNEL(newton_schulz_normalize_f16_f16, __half, __half)
+NORMALIZE_KERNEL(newton_schulz_normalize_bf16_f16, __nv_bfloat16, __half)
+NORMALIZE_KERNEL(newton_schulz_normalize_f32_bf16, float, __nv_bfloat16)
+NORMALIZE_KERNEL(newton_schulz_normalize_f16_bf16, __half, __nv_bfloat16)
+NORMALIZE_KERNEL(newton_schulz_normalize_bf16_bf16, __nv_bfloat16, __nv_bfloat16)
 UNPAD_KERNEL(newton_schulz_unpad_f16_f32, __half, float)
 UNPAD_KERNEL(newton_schulz_unpad_bf16_f32, __nv_bfloat16, float)
 UNPAD_KERNEL(newton_schulz_unpad_f16_f16, __half, __half)

@@ -5,19 +5,21 @@ use std::rc::Rc;
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
-use cudarc::driver::CudaFunction;
+use cudarc::driver::{CudaFunction, CudaSlice};
 use half::{bf16, f16};
 
-use super::iterate::Counts;
+use super::iterate::{Counts, start};
 use super::kernel::{Grid, Kernel};
 use super::maps::Stack;
-use super::modules::Modules;
+use super::modules::{Modules, blocks_at_once};
 use crate::cuda::launch::address;
 use crate::hopper::workspace::Batch;
 
 /// Threads of a block, and elements of a vector, as `kernels/hopper/normalize.cu` has them.
 const THREADS: usize = 256;
 const VECTOR: usize = 8;
+/// Vectors that a thread holds while it measures them.
+const MEASURED: usize = 8;
 /// Matrices of a launch that takes their addresses.
 const MATRICES: usize = 128;
 /// Bytes of matrices that are measured and then divided before the next ones are: they stay in the L2.
@@ -43,9 +45,14 @@ pub(super) struct Edges {
     /// The address of the parts of sums of squares, and how many a matrix has.
     parts: (u64, usize),
     counts: Counts,
+    /// Of the blocks of each matrix of a group, since the beginning.
+    arrived: CudaSlice<u64>,
 }
 
 struct Normalizer {
+    /// The other two at once, and of how many blocks.
+    normalize: CudaFunction,
+    most_blocks: usize,
     measure: CudaFunction,
     divide: CudaFunction,
     divide_transposed: CudaFunction,
@@ -55,6 +62,7 @@ impl Edges {
     /// From matrices to `x`, which has tall ones as their transposes. `parts` is where sums of
     /// squares go, and how many a matrix has. The counts are set before the products start.
     pub(super) fn new(
+        device: &CudaDevice,
         modules: &Modules,
         dtype: DType,
         x: Stack,
@@ -65,7 +73,10 @@ impl Edges {
         let kernel = |name: &str| modules.edge(&format!("newton_schulz_{name}"));
         let normalizer = |from: DType| -> Result<_> {
             let from = from.as_str();
+            let normalize = kernel(&format!("normalize_{from}_{to}"))?;
             Ok(Normalizer {
+                most_blocks: blocks_at_once(device, &normalize, THREADS)?,
+                normalize,
                 measure: kernel(&format!("measure_{from}"))?,
                 divide: kernel(&format!("divide_{from}_{to}"))?,
                 divide_transposed: kernel(&format!("divide_transposed_{from}_{to}"))?,
@@ -79,6 +90,7 @@ impl Edges {
             x,
             parts,
             counts,
+            arrived: device.alloc_zeros(MATRICES)?,
         })
     }
 
@@ -103,7 +115,7 @@ impl Edges {
             for run in matrices.chunk_by(|a, b| a.dtype() == b.dtype()) {
                 for group in run.chunks(self.matrices_of_a_group(run)) {
                     let of_group = self.normalize_group(device, group, transposed, first)?;
-                    kernels.extend(of_group.map(Rc::new));
+                    kernels.extend(of_group.into_iter().map(Rc::new));
                     first += group.len();
                 }
             }
@@ -124,7 +136,7 @@ impl Edges {
         group: &[Tensor],
         transposed: bool,
         first: usize,
-    ) -> Result<[Kernel; 2]> {
+    ) -> Result<Vec<Kernel>> {
         let dtype = group[0].dtype();
         let Some(index) = INPUTS.iter().position(|input| *input == dtype) else {
             bail!("expected f32, f16 or bf16, got {dtype:?}");
@@ -143,12 +155,34 @@ impl Edges {
                 _ => address::<bf16>(device, x)?,
             };
         }
+        let out = self.x.skip(first).address;
         let (parts, count) = self.parts;
         let parts = parts + (first * count * size_of::<[u32; 2]>()) as u64;
         let elements = (rows * cols) as i64;
         let products = self.counts.products;
         let counts_before = (first * products as usize * size_of::<u32>()) as u64;
         let [all, left] = [self.counts.parts, self.counts.left].map(|at| at + counts_before);
+        let blocks = count * group.len();
+        let is_held = rows * cols <= count * THREADS * VECTOR * MEASURED;
+        let is_without_padding = cols.is_multiple_of(VECTOR)
+            && addresses.iter().all(|address| address.is_multiple_of(16));
+        if !transposed && is_held && is_without_padding && blocks <= normalizer.most_blocks {
+            let at_once = Grid {
+                together: true,
+                ..grid(count, group.len())
+            };
+            // As those below, and a count of arrivals for each matrix.
+            let kernel = Kernel::new(&normalizer.normalize, at_once)
+                .with(addresses)
+                .with(out)
+                .with(parts)
+                .with(elements)
+                .with(start(&self.arrived, &device.cuda_stream()))
+                .with(left)
+                .with(all)
+                .with(products);
+            return Ok(vec![kernel]);
+        }
         // An address of so many live elements for each matrix, room for a part for each block, and counts of
         // each matrix.
         let measure = Kernel::new(&normalizer.measure, grid(count, group.len()))
@@ -159,7 +193,6 @@ impl Edges {
             .with(all)
             .with(products);
 
-        let out = self.x.skip(first).address;
         let [parts_of_matrix, rows, cols, pitch] =
             [count, rows, cols, Batch::pitch(m)].map(|size| size as i32);
         let (kernel, blocks) = if transposed {
@@ -180,7 +213,7 @@ impl Edges {
             .with(rows)
             .with(cols)
             .with(pitch);
-        Ok([measure, divide])
+        Ok(vec![measure, divide])
     }
 
     /// The kernels that write a stack of the workspace to a contiguous one at an address, where there is room

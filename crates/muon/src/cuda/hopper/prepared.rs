@@ -56,6 +56,7 @@ impl Prepared {
         let x = stacks.all(Buffer::X);
         Ok(Self {
             edges: Edges::new(
+                device,
                 modules,
                 kind.dtype,
                 x,
