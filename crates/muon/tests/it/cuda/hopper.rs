@@ -1,6 +1,8 @@
 //! The kernels for Hopper: against float64 at tile edges, against cuBLAS in f32 at larger sizes, and
 //! against themselves, bit for bit, in other batches, chunks and runs.
 
+use std::slice;
+
 use candle_core::cuda_backend::cudarc::driver::result::mem_get_info;
 use candle_core::{DType, Device, Tensor};
 use polarshard_muon::{Coefficients, Error, Kernels, Method, NewtonSchulz, Precision, Products};
@@ -220,7 +222,10 @@ fn calls_that_are_replayed_read_and_write_where_they_are_told() {
         let expected = ns.orthogonalize_all(&matrices).unwrap();
         // All results live at once, so each is elsewhere.
         let one_by_one = |matrices: &[Tensor]| -> Vec<Tensor> {
-            let one = |x: &Tensor| ns.orthogonalize_all_as_iterated(&[x.clone()]).unwrap();
+            let one = |x: &Tensor| {
+                ns.orthogonalize_all_as_iterated(slice::from_ref(x))
+                    .unwrap()
+            };
             matrices.iter().flat_map(one).collect()
         };
         let narrow = one_by_one(&matrices);
