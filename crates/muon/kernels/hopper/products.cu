@@ -15,9 +15,9 @@
 // (columns, rows, matrices of the stack), with boxes of 64 × 64 × 1 elements in the 128-byte
 // swizzle. Reads beyond an edge give zeros, writes there are dropped, so any n and m will do.
 //
-// Two blocks make a cluster, which works off a list of pairs of tiles (`Tile`), one tile a block.
+// Two blocks make a cluster, which works off a list of pairs of tiles (`Task`), one tile a block.
 // The host deals the pairs of all products to the clusters. A tile has 128 rows, 64 for each of two
-// consumer warpgroups, and 64, 128, 160, 192 or 256 columns. Where the two tiles of a pair start at the
+// consumer warpgroups, and 64, 128, 160, 192 or 256 columns; `Shape` tells of others. Where the two tiles of a pair start at the
 // same column they share B: each block loads half of it for both. A tile on the diagonal may be
 // narrower than what it loads. One lane of a third warpgroup issues all loads, through a ring of
 // stages with 64 of K each.
@@ -42,7 +42,7 @@ using namespace hopper;
 enum class Op : uint8_t { kSymmetric, kApply, kApplyTransposed };
 
 // Where a device has about as many blocks as a product has tiles, some are of another shape than 128
-// rows with the same columns, so that each block gets as much. All but `kHalf` are of products with
+// rows of the same columns, so that each block gets as much. All but `kHalf` are of products with
 // A = B, and A is all that they load:
 //   kHalf:   64 rows and 64 columns, which the first warpgroup computes
 //   kTwins:  two of 64 × 64 on the diagonal, one after the other, one for each warpgroup
@@ -53,7 +53,8 @@ enum class Shape : uint8_t { kWhole, kHalf, kTwins, kStrips, kQuads };
 // The part of D that a block computes: of a `kWhole` one 128 rows from `row`, 32 · `halves` columns from
 // `column`; multiples of 64, but for tiles of 160 columns, which are only of symmetric products, and
 // left of all blocks on the diagonal. What lies outside of D is not stored. `shared` is how many blocks
-// of 64 columns of B the pair loads together, enough for both, or 0 where each block loads its own.
+// of 64 columns of B the pair loads together, enough for both, or 0 where each block loads its own; the
+// pair is of one shape then, so that B lies at the same place in both.
 struct alignas(16) Tile {
   int row;
   int column;
@@ -80,7 +81,7 @@ struct alignas(16) Product {
   int waits[kMostWaits];
 };
 
-// A tile, with all of its product that it takes to load it. `a`, `b` and `d` are indices of maps; D is
+// A tile, with what it takes of its product to load and to store it. `a`, `b` and `d` are indices of maps; D is
 // neither A nor B. `k_blocks` is the number of columns of A in blocks of 64, rounded up, `place` that of
 // the matrix in D's stack.
 struct alignas(16) Task {
@@ -90,6 +91,9 @@ struct alignas(16) Task {
   int k_blocks;
   int place;
 };
+
+// As the host lays them out.
+static_assert(sizeof(Tile) == 16 && sizeof(Product) == 32 && sizeof(Task) == 32);
 
 // X, Y, R, Z, Q, T, S, and the results of wide and of tall matrices.
 constexpr int kMaps = 9;
@@ -110,24 +114,24 @@ struct Work {
 // A block's tasks, one after the other.
 struct List {
   const Task* rest;
-  int left;
+  int remaining;
   Task task, next;
 
   // The first one is found without another load: where a launch follows another, all wait for it.
   __device__ List(const Work& work, uint32_t cluster, uint32_t rank)
       : task(work.tasks[2 * cluster + rank]) {
     const int begin = work.rest[cluster];
-    left = work.rest[cluster + 1] - begin;
+    remaining = work.rest[cluster + 1] - begin;
     rest = work.tasks + 2 * begin + rank;
   }
   __device__ __forceinline__ void load_next() {
-    if (left > 0) next = *rest;
+    if (remaining > 0) next = *rest;
   }
   __device__ __forceinline__ bool advance() {
-    if (left == 0) return false;
+    if (remaining == 0) return false;
     task = next;
     rest += 2;
-    left -= 1;
+    remaining -= 1;
     return true;
   }
 };
@@ -380,14 +384,14 @@ struct Part {
 
 // What a warpgroup computes of a tile; of a `kQuads` one that is two parts.
 __device__ __forceinline__ Part part_of(const Tile& tile, int warpgroup, int index) {
-  const uint32_t w = warpgroup, of_pair = 2 * w;
+  const uint32_t w = warpgroup, first = 2 * w;
   if (tile.shape == Shape::kStrips) {
     const int column = tile.row + warpgroup * 2 * kBlock;
-    return {column + kBlock, column, of_pair + 1, of_pair};
+    return {column + kBlock, column, first + 1, first};
   }
   if (tile.shape == Shape::kQuads) {
     const int at = tile.row + (2 * warpgroup + index) * 2 * kBlock;
-    return {at, at, of_pair + index, of_pair + index};
+    return {at, at, first + index, first + index};
   }
   const int row = tile.row + warpgroup * kBlock;
   if (tile.shape == Shape::kTwins) return {row, row, w, w};
@@ -589,8 +593,12 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
       const bool stands_by = tile.shape == Shape::kHalf && warpgroup > 0;
       if (stands_by) {
         stand_by(ring, staging, task.k_blocks);
-      } else if (kMaxColumns >= 128 && tile.shape == Shape::kQuads) {
-        compute<T, Op::kSymmetric, kBlock, 2>(ring, staging, at, map_d, task, s);
+      } else if (tile.shape == Shape::kQuads) {
+        if constexpr (kBlocks >= 4) {
+          compute<T, Op::kSymmetric, kBlock, 2>(ring, staging, at, map_d, task, s);
+        } else {
+          __trap();
+        }
       } else if (task.op == Op::kSymmetric) {
         compute_any<T, Op::kSymmetric, kMaxColumns>(ring, staging, at, map_d, task, s, columns);
       } else if (task.op == Op::kApply) {

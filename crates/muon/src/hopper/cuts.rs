@@ -208,7 +208,7 @@ pub(super) fn cost([a, b]: &Pair) -> u64 {
     a.cost().max(b.cost())
 }
 
-/// KiB that a pair loads for each 64 of K: 128 rows of A a block, and B.
+/// KiB that a pair of whole tiles loads for each 64 of K: 128 rows of A a block, and B.
 fn loads([a, b]: &Pair) -> usize {
     const BLOCK_KIB: usize = 2 * BLOCK * BLOCK / 1024;
     let blocks = if a.shared > 0 {

@@ -50,34 +50,70 @@ pub(super) fn pairs(region: Region, batch: usize, cut: Cut) -> Vec<Pair> {
 /// The pairs of a symmetric n × n region of A Aᵀ in tiles of 64 × 64: of `Half` ones below the diagonal
 /// and `Twins` on it. They take less time than those of 128 × 64, and there are more of them.
 pub(super) fn small_pairs(n: usize, batch: usize) -> Vec<Pair> {
-    let blocks = n.div_ceil(BLOCK);
     let mut pairs = Vec::new();
     for matrix in 0..batch {
         let mut single = Vec::new();
-        for column in 0..blocks {
-            let tile = |row: usize, shared| {
-                let tile = Tile::new(row * BLOCK, column * BLOCK, matrix, BLOCK, shared);
-                tile.shaped(Shape::Half)
-            };
-            let rows: Vec<_> = (column + 1..blocks).collect();
-            for rows in rows.chunks(2) {
-                match *rows {
-                    [a, b] => pairs.push([tile(a, BLOCK), tile(b, BLOCK)]),
-                    [a] => single.push(tile(a, 0)),
-                    _ => {}
-                }
-            }
-        }
-        single.extend((0..blocks).step_by(2).map(|block| {
-            let at = block * BLOCK;
-            Tile::new(at, at, matrix, BLOCK, 0).shaped(Shape::Twins)
+        below_diagonal(n, matrix, BLOCK, Shape::Half, &mut pairs, &mut single);
+        single.extend((0..n).step_by(2 * BLOCK).map(|at| {
+            let tile = Tile::new(at, at, matrix, BLOCK, 0);
+            tile.shaped(Shape::Twins)
         }));
-        if !single.len().is_multiple_of(2) {
-            single.push(outside(n, matrix).shaped(Shape::Half));
-        }
-        pairs.extend(single.as_chunks().0);
+        join(single, n, Shape::Half, &mut pairs);
     }
     pairs
+}
+
+/// The pairs of a symmetric n × n region of A Aᵀ in tiles of which each takes the same time: of 128 × 128
+/// below the diagonal. A tile on it has three blocks of 64 × 64 below or on the diagonal: the lower two
+/// are half a `Strips`, the upper one a quarter of a `Quads`.
+pub(super) fn even_pairs(n: usize, batch: usize) -> Vec<Pair> {
+    let mut pairs = Vec::new();
+    for matrix in 0..batch {
+        let mut single = Vec::new();
+        below_diagonal(n, matrix, ROWS, Shape::Whole, &mut pairs, &mut single);
+        for (shape, rows_of_tiles) in [(Shape::Strips, 2), (Shape::Quads, 4)] {
+            single.extend((0..n).step_by(rows_of_tiles * ROWS).map(|at| {
+                let tile = Tile::new(at, at, matrix, ROWS, 0);
+                tile.shaped(shape)
+            }));
+        }
+        join(single, n, Shape::Whole, &mut pairs);
+    }
+    pairs
+}
+
+/// The tiles of `side` × `side` below the diagonal: two below one another load B together, one may be left
+/// in each column.
+fn below_diagonal(
+    n: usize,
+    matrix: usize,
+    side: usize,
+    shape: Shape,
+    pairs: &mut Vec<Pair>,
+    single: &mut Vec<Tile>,
+) {
+    for column in (0..n).step_by(side) {
+        let tile = |row, shared| Tile::new(row, column, matrix, side, shared).shaped(shape);
+        let rows: Vec<_> = (column + side..n).step_by(side).collect();
+        for rows in rows.chunks(2) {
+            match *rows {
+                [a, b] => pairs.push([tile(a, side), tile(b, side)]),
+                [a] => single.push(tile(a, 0)),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Pairs of tiles of one matrix that share nothing, the last one with one of which nothing is within n rows.
+fn join(mut single: Vec<Tile>, n: usize, shape: Shape, pairs: &mut Vec<Pair>) {
+    if let [.., last] = single[..]
+        && !single.len().is_multiple_of(2)
+    {
+        let outside = Tile::new(n.next_multiple_of(ROWS), 0, last.matrix as usize, BLOCK, 0);
+        single.push(outside.shaped(shape));
+    }
+    pairs.extend(single.as_chunks().0);
 }
 
 /// The pairs of a symmetric n × n region in tiles of at most 160 columns, which take less time than
@@ -109,51 +145,9 @@ pub(super) fn medium_pairs(n: usize, batch: usize) -> Vec<Pair> {
                 }
             }
         }
-        if !single.len().is_multiple_of(2) {
-            single.push(outside(n, matrix));
-        }
-        pairs.extend(single.as_chunks().0);
+        join(single, n, Shape::Whole, &mut pairs);
     }
     pairs
-}
-
-/// The pairs of a symmetric n × n region of A Aᵀ in tiles of 128 × 128, and of as much on the diagonal: of
-/// each band's tile there the lower rows are half a tile, and a quarter is left of the upper ones. Every
-/// tile takes the same time, and there are no more of them than the region is large.
-pub(super) fn even_pairs(n: usize, batch: usize) -> Vec<Pair> {
-    let bands = n.div_ceil(ROWS);
-    let mut pairs = Vec::new();
-    for matrix in 0..batch {
-        let mut single = Vec::new();
-        for column in 0..bands {
-            let tile =
-                |row: usize, shared| Tile::new(row * ROWS, column * ROWS, matrix, ROWS, shared);
-            let rows: Vec<_> = (column + 1..bands).collect();
-            for rows in rows.chunks(2) {
-                match *rows {
-                    [a, b] => pairs.push([tile(a, ROWS), tile(b, ROWS)]),
-                    [a] => single.push(tile(a, 0)),
-                    _ => {}
-                }
-            }
-        }
-        for (shape, of_tile) in [(Shape::Strips, 2), (Shape::Quads, 4)] {
-            single.extend((0..bands).step_by(of_tile).map(|band| {
-                let at = band * ROWS;
-                Tile::new(at, at, matrix, ROWS, 0).shaped(shape)
-            }));
-        }
-        if !single.len().is_multiple_of(2) {
-            single.push(outside(n, matrix));
-        }
-        pairs.extend(single.as_chunks().0);
-    }
-    pairs
-}
-
-/// A tile of which nothing is within a region of so many rows, beside one that is left alone.
-fn outside(rows: usize, matrix: usize) -> Tile {
-    Tile::new(rows.next_multiple_of(ROWS), 0, matrix, BLOCK, 0)
 }
 
 struct Cutter {
@@ -299,12 +293,12 @@ mod tests {
         let (down, across) = (rows.div_ceil(BLOCK), 2 * cols.div_ceil(BLOCK));
         let mut stored = vec![0; batch * down * across];
         for tile in pairs.iter().flatten() {
-            for (row, column, columns) in tile.parts() {
-                let (r, column) = (row / BLOCK, column / HALF_BLOCK);
+            for part in tile.parts() {
+                let (r, column) = (part.row / BLOCK, part.column / HALF_BLOCK);
                 if r >= down {
                     continue;
                 }
-                for c in column..(column + columns / HALF_BLOCK).min(across) {
+                for c in column..(column + part.columns / HALF_BLOCK).min(across) {
                     if !symmetric || c / 2 <= r {
                         stored[(tile.matrix as usize * down + r) * across + c] += 1;
                     }
@@ -342,6 +336,7 @@ mod tests {
             assert_eq!(a.shared, b.shared, "{case}");
             if a.shared > 0 {
                 assert_eq!((a.column, a.matrix), (b.column, b.matrix), "{case}");
+                assert_eq!(a.shape(), b.shape(), "{case}");
             }
         }
         let stored = stored(region, batch, pairs);

@@ -63,7 +63,7 @@ pub(crate) struct Tile {
     pub(crate) product: u16,
     /// Its columns in units of 32, and 16 times its [`Shape`].
     pub(super) extent: u8,
-    /// Blocks of B that the pair loads together, enough for each; 0 if it does not.
+    /// Blocks of B that the pair, of one shape, loads together, enough for each; 0 if it does not.
     pub(crate) shared: u8,
 }
 
@@ -77,10 +77,18 @@ pub(super) enum Shape {
     Half,
     /// Two of 64 × 64 on the diagonal, one after the other.
     Twins,
-    /// Two of 64 × 128 that end with the diagonal's block: the lower rows of two bands of 128.
+    /// Two of 64 × 128 that end with the diagonal's block, 128 rows apart, from the row's 64th on.
     Strips,
-    /// Four of 64 × 64 on the diagonal: the first of four bands of 128.
+    /// Four of 64 × 64 on the diagonal, 128 rows apart.
     Quads,
+}
+
+/// Columns of 64 rows, which a warpgroup computes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Part {
+    pub(super) row: usize,
+    pub(super) column: usize,
+    pub(super) columns: usize,
 }
 
 impl Tile {
@@ -123,23 +131,38 @@ impl Tile {
         }
     }
 
-    /// The 64 rows, as the first of them, and the columns, as the first and the number of them, that make
-    /// up the tile.
-    pub(super) fn parts(&self) -> Vec<(usize, usize, usize)> {
+    pub(super) fn parts(&self) -> Vec<Part> {
         let (row, column) = (self.row as usize, self.column as usize);
-        let on_diagonal = |at: usize| (at, at, BLOCK);
+        let part = |row, column, columns| Part {
+            row,
+            column,
+            columns,
+        };
+        let on_diagonal = |at: usize| part(at, at, BLOCK);
         match self.shape() {
-            Shape::Whole => vec![
-                (row, column, self.columns()),
-                (row + BLOCK, column, self.columns()),
-            ],
-            Shape::Half => vec![(row, column, BLOCK)],
-            Shape::Twins => vec![on_diagonal(row), on_diagonal(row + BLOCK)],
-            Shape::Strips => [row, row + ROWS]
-                .map(|band| (band + BLOCK, band, ROWS))
+            Shape::Whole => [row, row + BLOCK]
+                .map(|row| part(row, column, self.columns()))
                 .to_vec(),
-            Shape::Quads => (0..4).map(|band| on_diagonal(row + band * ROWS)).collect(),
+            Shape::Half => vec![part(row, column, BLOCK)],
+            Shape::Twins => [row, row + BLOCK].map(on_diagonal).to_vec(),
+            Shape::Strips => [row, row + ROWS]
+                .map(|at| part(at + BLOCK, at, ROWS))
+                .to_vec(),
+            Shape::Quads => (0..4).map(|i| on_diagonal(row + i * ROWS)).collect(),
         }
+    }
+
+    /// Elements that are computed of it: of a symmetric product about those up to the diagonal.
+    pub(super) fn elements(&self, is_symmetric: bool) -> usize {
+        let columns = |part: Part| {
+            if is_symmetric {
+                let to_diagonal = (part.row + BLOCK).saturating_sub(part.column);
+                part.columns.min(to_diagonal.max(BLOCK))
+            } else {
+                part.columns
+            }
+        };
+        BLOCK * self.parts().into_iter().map(columns).sum::<usize>()
     }
 
     /// Blocks of A and B that are loaded at once for it.
@@ -154,25 +177,12 @@ impl Tile {
         }
     }
 
-    /// Elements that are computed of it: of a symmetric product about those up to the diagonal.
-    pub(super) fn elements(&self, is_symmetric: bool) -> usize {
-        let columns = |(row, column, columns): (usize, usize, usize)| {
-            if is_symmetric {
-                let to_diagonal = (row + BLOCK).saturating_sub(column);
-                columns.min(to_diagonal.max(BLOCK))
-            } else {
-                columns
-            }
-        };
-        BLOCK * self.parts().into_iter().map(columns).sum::<usize>()
-    }
-
     /// How many warpgroups of a block compute and store a part of it.
     pub(super) fn warpgroups(&self) -> u32 {
         if self.shape() == Shape::Half { 1 } else { 2 }
     }
 
-    fn shape(&self) -> Shape {
+    pub(super) fn shape(&self) -> Shape {
         match self.extent >> 4 {
             0 => Shape::Whole,
             1 => Shape::Half,

@@ -50,7 +50,7 @@ pub(super) struct Edges {
 }
 
 struct Normalizer {
-    /// The other two at once, and of how many blocks.
+    /// `measure` and `divide` at once, and the most blocks of it that run at once.
     normalize: CudaFunction,
     most_blocks: usize,
     measure: CudaFunction,
@@ -144,17 +144,7 @@ impl Edges {
         let normalizer = &self.normalizers[index];
         let (n, m) = (self.x.rows, self.x.cols);
         let (rows, cols) = if transposed { (m, n) } else { (n, m) };
-        let mut addresses = [0u64; MATRICES];
-        for (to, x) in addresses.iter_mut().zip(group) {
-            if x.dims() != [rows, cols] {
-                bail!("expected a matrix of {rows} x {cols}, got {:?}", x.shape());
-            }
-            *to = match dtype {
-                DType::F32 => address::<f32>(device, x)?,
-                DType::F16 => address::<f16>(device, x)?,
-                _ => address::<bf16>(device, x)?,
-            };
-        }
+        let addresses = addresses(device, group, (rows, cols))?;
         let out = self.x.skip(first).address;
         let (parts, count) = self.parts;
         let parts = parts + (first * count * size_of::<[u32; 2]>()) as u64;
@@ -162,17 +152,20 @@ impl Edges {
         let products = self.counts.products;
         let counts_before = (first * products as usize * size_of::<u32>()) as u64;
         let [all, left] = [self.counts.parts, self.counts.left].map(|at| at + counts_before);
-        let blocks = count * group.len();
+        let measured = grid(count, group.len());
+
         let is_held = rows * cols <= count * THREADS * VECTOR * MEASURED;
         let is_without_padding = cols.is_multiple_of(VECTOR)
             && addresses.iter().all(|address| address.is_multiple_of(16));
-        if !transposed && is_held && is_without_padding && blocks <= normalizer.most_blocks {
-            let at_once = Grid {
+        let is_at_once = count * group.len() <= normalizer.most_blocks;
+        if !transposed && is_held && is_without_padding && is_at_once {
+            let together = Grid {
                 together: true,
-                ..grid(count, group.len())
+                ..measured
             };
-            // As those below, and a count of arrivals for each matrix.
-            let kernel = Kernel::new(&normalizer.normalize, at_once)
+            // An address of so many live elements for each matrix, from `out` on a place in X, room for a part
+            // for each block, and counts of arrivals and of tiles of each matrix.
+            let kernel = Kernel::new(&normalizer.normalize, together)
                 .with(addresses)
                 .with(out)
                 .with(parts)
@@ -183,28 +176,24 @@ impl Edges {
                 .with(products);
             return Ok(vec![kernel]);
         }
-        // An address of so many live elements for each matrix, room for a part for each block, and counts of
-        // each matrix.
-        let measure = Kernel::new(&normalizer.measure, grid(count, group.len()))
+        // The same, but for the place and the arrivals.
+        let measure = Kernel::new(&normalizer.measure, measured)
             .with(addresses)
             .with(parts)
             .with(elements)
             .with(left)
             .with(all)
             .with(products);
-
-        let [parts_of_matrix, rows, cols, pitch] =
-            [count, rows, cols, Batch::pitch(m)].map(|size| size as i32);
         let (kernel, blocks) = if transposed {
             let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
             (&normalizer.divide_transposed, tiles)
         } else {
-            (
-                &normalizer.divide,
-                n * Batch::pitch(m) / VECTOR / THREADS / 4,
-            )
+            let vectors = n * Batch::pitch(m) / VECTOR;
+            (&normalizer.divide, vectors / THREADS / 4)
         };
-        // The same addresses and parts, and from `out` on a place in X for each matrix.
+        let [parts_of_matrix, rows, cols, pitch] =
+            [count, rows, cols, Batch::pitch(m)].map(|size| size as i32);
+        // The same addresses and parts, and the place.
         let divide = Kernel::new(kernel, grid_of(blocks, group.len()))
             .with(addresses)
             .with(out)
@@ -242,6 +231,26 @@ impl Edges {
         });
         kernels.collect()
     }
+}
+
+/// Where matrices of one dtype begin, each `rows` × `cols`.
+fn addresses(
+    device: &CudaDevice,
+    group: &[Tensor],
+    (rows, cols): (usize, usize),
+) -> Result<[u64; MATRICES]> {
+    let mut addresses = [0; MATRICES];
+    for (to, x) in addresses.iter_mut().zip(group) {
+        if x.dims() != [rows, cols] {
+            bail!("expected a matrix of {rows} x {cols}, got {:?}", x.shape());
+        }
+        *to = match x.dtype() {
+            DType::F32 => address::<f32>(device, x)?,
+            DType::F16 => address::<f16>(device, x)?,
+            _ => address::<bf16>(device, x)?,
+        };
+    }
+    Ok(addresses)
 }
 
 /// At least a block for each matrix, and at most what keeps the memory busy.

@@ -27,13 +27,15 @@ struct Work {
 
 // SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
 unsafe impl Plain for Work {}
+const _: () = assert!(size_of::<Work>() == 40);
 
 /// The products of a kind of batch.
 pub(super) struct Iterate {
-    kernels: Vec<Rc<Kernel>>,
-    last: Part,
+    /// All launches but the last, which stores the results.
+    others: Vec<Rc<Kernel>>,
+    last: WithoutMaps,
     counts: Counts,
-    /// What `work` and `counts` point to.
+    /// What the kernels' arguments point to.
     _products: CudaSlice<Factors>,
     _tasks: CudaSlice<Task>,
     _rest: CudaSlice<i32>,
@@ -81,12 +83,9 @@ impl Iterate {
             start(&tasks, &stream),
             start(&rest, &stream),
         ];
-        let part = |launch: &Launch| -> Result<_> {
-            let (function, grid) = modules.product(dtype, launch.stage, launch.clusters)?;
-            let grid = Grid {
-                together: is_counted,
-                ..grid
-            };
+        let without_maps = |launch: &Launch| -> Result<_> {
+            let (function, grid) =
+                modules.product(dtype, launch.stage, launch.clusters, is_counted)?;
             let work = Work {
                 products: all_products,
                 product_count,
@@ -95,18 +94,19 @@ impl Iterate {
                 rest: all_rest + (launch.rest_from * size_of::<i32>()) as u64,
                 left: left_of_all,
             };
-            Ok(Part {
+            Ok(WithoutMaps {
                 function,
                 grid,
                 work,
             })
         };
-        let parts_of_all = schedule.launches.iter().map(part);
-        let mut launches = parts_of_all.collect::<Result<Vec<_>>>()?;
-        let kernels = launches.iter().map(|part| Rc::new(part.kernel(maps)));
+        let launches = schedule.launches.iter().map(without_maps);
+        let mut launches = launches.collect::<Result<Vec<_>>>()?;
+        let last = launches.pop().expect("a schedule has a launch");
+        let others = launches.iter().map(|launch| Rc::new(launch.kernel(maps)));
         Ok(Self {
-            kernels: kernels.collect(),
-            last: launches.pop().expect("a schedule has a launch"),
+            others: others.collect(),
+            last,
             counts,
             _products: products,
             _tasks: tasks,
@@ -123,23 +123,19 @@ impl Iterate {
     /// The kernels of the products, in their order; the counts must be set before. The maps are of the same
     /// workspace, and of results of the same size, as at first.
     pub(super) fn kernels(&self, maps: &Maps) -> Vec<Rc<Kernel>> {
-        let mut kernels = self.kernels.clone();
-        // Only the last launch stores results.
-        if let Some(last) = kernels.last_mut() {
-            *last = Rc::new(self.last.kernel(maps));
-        }
-        kernels
+        let last = Rc::new(self.last.kernel(maps));
+        self.others.iter().cloned().chain([last]).collect()
     }
 }
 
 /// One of the launches.
-struct Part {
+struct WithoutMaps {
     function: CudaFunction,
     grid: Grid,
     work: Work,
 }
 
-impl Part {
+impl WithoutMaps {
     /// `newton_schulz_iterate_*(maps, work)`. `work.rest` has an entry more than there are clusters, which all
     /// have a pair of tasks, and the kernel stores within the maps and takes from the counts.
     fn kernel(&self, maps: &Maps) -> Kernel {

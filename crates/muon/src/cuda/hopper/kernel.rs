@@ -91,7 +91,7 @@ impl Kernel {
     /// Whether it is what a node of a graph launches.
     ///
     /// # Safety
-    /// The node lives.
+    /// The node lives, and this kernel has the arguments of its function, in number and size.
     pub(super) unsafe fn is_of_node(&self, node: &CUDA_KERNEL_NODE_PARAMS) -> bool {
         self.function.cu_function() == node.func
             && self.arguments.iter().enumerate().all(|(i, argument)| {

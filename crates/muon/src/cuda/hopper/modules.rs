@@ -40,20 +40,24 @@ impl Modules {
     }
 
     /// The kernel of `products.cu` for tiles of which a stage holds the blocks, and its launch by so many
-    /// clusters.
+    /// clusters, at once or not.
     pub(super) fn product(
         &self,
         dtype: DType,
         stage: Stage,
         clusters: usize,
+        together: bool,
     ) -> Result<(CudaFunction, Grid)> {
-        let blocks = stage.blocks();
-        let name = format!("newton_schulz_iterate_{}_{blocks}", dtype.as_str());
+        let name = format!(
+            "newton_schulz_iterate_{}_{}",
+            dtype.as_str(),
+            stage.blocks()
+        );
         let function = self.products.load_function(&name).w()?;
-        let shared_bytes = match blocks {
-            6 => 230_464,
-            4 => 230_496,
-            _ => 230_528,
+        let shared_bytes = match stage {
+            Stage::Of6 => 230_464,
+            Stage::Of4 => 230_496,
+            Stage::Of3 => 230_528,
         };
         let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(most, shared_bytes as i32).w()?;
@@ -61,7 +65,7 @@ impl Modules {
             blocks: (2 * clusters as u32, 1),
             threads: PRODUCT_THREADS,
             shared_bytes,
-            together: false,
+            together,
         };
         Ok((function, grid))
     }
@@ -71,7 +75,7 @@ impl Modules {
         let stream = device.cuda_stream();
         let mut least = usize::MAX;
         for stage in Stage::ALL {
-            let (function, grid) = self.product(DType::F16, stage, 1)?;
+            let (function, grid) = self.product(DType::F16, stage, 1, true)?;
             let config = LaunchConfig {
                 grid_dim: (grid.blocks.0, grid.blocks.1, 1),
                 block_dim: (grid.threads, 1, 1),

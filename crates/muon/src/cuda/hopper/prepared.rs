@@ -121,14 +121,14 @@ impl Prepared {
             kernels.extend(self.edges.unpad(stack, to, dtype == DType::F32));
         }
         // SAFETY: matrices live, whose shapes and dtypes were checked, maps are of this kind's workspace, and
-        // results have the right length. What is kept beyond the call is launched with other addresses.
+        // results have the right length.
         unsafe { self.replay.put(&self.stream, kernels) }
     }
 }
 
 impl Drop for Prepared {
-    /// Waits for what was launched: a graph and the modules of kernels may only go when they are idle.
-    /// It happens where a workspace grows, and at the end of a thread.
+    /// Waits for what was launched: the modules of kernels may only go when they are idle. It happens
+    /// where a workspace grows, and at the end of a thread.
     fn drop(&mut self) {
         // Of an error, the next use of the stream tells as well.
         let _ = self.stream.synchronize();

@@ -1,4 +1,4 @@
-//! The launches of a call, as one graph where they come again.
+//! The kernels of a call, as one graph where they come again.
 
 use std::mem::MaybeUninit;
 use std::rc::Rc;
@@ -16,131 +16,176 @@ use cudarc::driver::{CudaGraph, CudaStream};
 
 use super::kernel::Kernel;
 
-/// What was launched last, and the graph of it: a device starts a graph's kernels sooner after each
-/// other, and a host does it in one call. That is worth its making from the second time on, of more than
-/// a few kernels.
+/// So few kernels follow each other as soon on a stream as in a graph, which keeps the next call waiting.
+const FEW: usize = 5;
+/// Graphs that are kept: of matrices and results in other dtypes, or at other alignments.
+const MOST_GRAPHS: usize = 4;
+
+/// Graphs of what was put on a stream: a device starts a graph's kernels sooner after each other, and a
+/// host does it in one call. That is worth its making from the second time on.
 #[derive(Default)]
 pub(super) struct Replay {
+    /// What was launched last without a graph.
     last: Vec<Rc<Kernel>>,
-    graph: Option<Captured>,
+    /// The latest made last.
+    graphs: Vec<Captured>,
 }
 
-/// With so few there is no graph.
-const FEW: usize = 5;
-
 impl Replay {
-    /// Puts kernels on a stream, one after the other. They may differ from the last ones in anything, but
-    /// are replayed where they differ in arguments alone.
+    /// Puts kernels on a stream, one after the other. Those that differ from earlier ones in arguments
+    /// alone are replayed.
     ///
     /// # Safety
-    /// Each may be launched, now or later, until others were put.
+    /// Each may be launched now. None is launched later with these arguments.
     pub(super) unsafe fn put(
         &mut self,
         stream: &Arc<CudaStream>,
         kernels: Vec<Rc<Kernel>>,
     ) -> Result<()> {
-        let is_again = self.last.len() == kernels.len()
-            && self.last.iter().zip(&kernels).all(|(a, b)| a.is_like(b));
         // Within a capture of the caller's, the launches become a part of that.
         let idle = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let is_replayed = is_again && kernels.len() > FEW && stream.capture_status().w()? == idle;
-        if !is_replayed {
-            if !is_again && self.graph.is_some() {
-                // A graph may only go when it is idle.
-                stream.synchronize().w()?;
-                self.graph = None;
-            }
-            for kernel in &kernels {
-                // SAFETY: as the caller promises.
-                unsafe { kernel.launch(stream) }?;
-            }
-        } else if let Some(graph) = &self.graph {
-            for (i, (last, kernel)) in self.last.iter().zip(&kernels).enumerate() {
-                if !Rc::ptr_eq(last, kernel) && !last.has_arguments_of(kernel) {
-                    graph.change(i, kernel)?;
-                }
-            }
+        if kernels.len() <= FEW || stream.capture_status().w()? != idle {
             // SAFETY: as the caller promises.
-            unsafe { graph.launch(stream) }?;
-        } else {
+            return unsafe { launch_all(&kernels, stream) };
+        }
+        if let Some(index) = self.graphs.iter().position(|graph| graph.is_of(&kernels)) {
+            // SAFETY: as the caller promises.
+            let replayed = unsafe { self.graphs[index].replay(&kernels) };
+            if replayed.is_err() {
+                // Which arguments it has now is not known.
+                self.graphs.remove(index);
+            }
+            return replayed;
+        }
+        if are_like(&self.last, &kernels) {
+            if self.graphs.len() == MOST_GRAPHS {
+                self.graphs.remove(0);
+            }
             // SAFETY: as the caller promises.
             unsafe {
-                let graph = Captured::new(&kernels, stream)?;
-                graph.launch(stream)?;
-                self.graph = Some(graph);
+                let mut graph = Captured::new(&kernels, stream)?;
+                graph.replay(&kernels)?;
+                self.graphs.push(graph);
             }
+            return Ok(());
         }
+        // SAFETY: as the caller promises.
+        unsafe { launch_all(&kernels, stream) }?;
         self.last = kernels;
         Ok(())
     }
 }
 
+/// # Safety
+/// The kernels may be launched.
+unsafe fn launch_all(kernels: &[Rc<Kernel>], stream: &CudaStream) -> Result<()> {
+    // SAFETY: as the caller promises.
+    let mut launches = kernels
+        .iter()
+        .map(|kernel| unsafe { kernel.launch(stream) });
+    launches.try_for_each(|launched| launched)
+}
+
+fn are_like(a: &[Rc<Kernel>], b: &[Rc<Kernel>]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.is_like(b))
+}
+
 struct Captured {
     graph: CudaGraph,
-    /// Those of the kernels, in their order.
-    nodes: Vec<(CUgraphNode, CUDA_KERNEL_NODE_PARAMS)>,
+    stream: Arc<CudaStream>,
+    /// In the order in which they run.
+    nodes: Vec<Node>,
+}
+
+struct Node {
+    node: CUgraphNode,
+    /// The graph keeps what they point to.
+    params: CUDA_KERNEL_NODE_PARAMS,
+    /// What is launched the next time, if nothing is changed.
+    kernel: Rc<Kernel>,
 }
 
 impl Captured {
-    /// On a stream of its own: what another thread launches on the device's stream meanwhile must run, not
-    /// be recorded.
+    /// Captures them on a stream of their own: what another thread launches on the device's stream meanwhile
+    /// must run, not be recorded.
     ///
     /// # Safety
     /// The kernels may be launched.
-    unsafe fn new(kernels: &[Rc<Kernel>], stream: &CudaStream) -> Result<Self> {
+    unsafe fn new(kernels: &[Rc<Kernel>], stream: &Arc<CudaStream>) -> Result<Self> {
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         let private = stream.context().new_stream().w()?;
         private.begin_capture(mode).w()?;
         // SAFETY: as the caller promises.
-        let launched = kernels
-            .iter()
-            .try_for_each(|kernel| unsafe { kernel.launch(&private) });
+        let launched = unsafe { launch_all(kernels, &private) };
         // A capture that has begun must be ended, whatever happened in it.
         let graph = private.end_capture(CUgraphInstantiate_flags(0)).w();
         launched?;
         let Some(graph) = graph? else {
             bail!("a capture of {} kernels is empty", kernels.len());
         };
-        let all = nodes(&graph)?;
+        let mut found = nodes(&graph)?;
         let of_kernel = |kernel: &Rc<Kernel>| {
-            // SAFETY: the graph lives.
-            let node = all
-                .iter()
-                .find(|(_, node)| unsafe { kernel.is_of_node(node) });
-            match node {
-                Some(node) => Ok(*node),
-                None => bail!(
-                    "a kernel is not in the graph of {} that it was captured in",
-                    all.len()
-                ),
-            }
+            // SAFETY: the graph lives, and was captured of these kernels.
+            let is_its = |(_, params): &(_, _)| unsafe { kernel.is_of_node(params) };
+            let Some(index) = found.iter().position(is_its) else {
+                bail!("one of {} kernels is not in their graph", kernels.len());
+            };
+            let (node, params) = found.swap_remove(index);
+            Ok(Node {
+                node,
+                params,
+                kernel: Rc::clone(kernel),
+            })
         };
         let nodes = kernels.iter().map(of_kernel).collect::<Result<_>>()?;
-        Ok(Self { graph, nodes })
+        Ok(Self {
+            graph,
+            stream: Arc::clone(stream),
+            nodes,
+        })
     }
 
-    /// Gives a kernel other arguments from the next launch on. What was launched before keeps its own.
-    fn change(&self, index: usize, kernel: &Kernel) -> Result<()> {
-        let (node, params) = &self.nodes[index];
-        let changed = kernel.with_arguments(|arguments| {
-            let params = CUDA_KERNEL_NODE_PARAMS {
-                kernelParams: arguments,
-                ..*params
-            };
-            // SAFETY: the node is of this graph and of this kernel, whose arguments are copied.
-            unsafe {
-                let exec = self.graph.cu_graph_exec();
-                cuGraphExecKernelNodeSetParams_v2(exec, *node, &raw const params)
-            }
-        });
-        changed.result().w()
+    /// Whether it is of such kernels, with whatever arguments.
+    fn is_of(&self, kernels: &[Rc<Kernel>]) -> bool {
+        let nodes = self.nodes.iter().zip(kernels);
+        self.nodes.len() == kernels.len()
+            && nodes
+                .clone()
+                .all(|(node, kernel)| node.kernel.is_like(kernel))
     }
 
+    /// Launches it with the arguments of these kernels, which it is of.
+    ///
     /// # Safety
     /// The kernels may be launched.
-    unsafe fn launch(&self, stream: &CudaStream) -> Result<()> {
+    unsafe fn replay(&mut self, kernels: &[Rc<Kernel>]) -> Result<()> {
+        let exec = self.graph.cu_graph_exec();
+        for (node, kernel) in self.nodes.iter_mut().zip(kernels) {
+            if Rc::ptr_eq(&node.kernel, kernel) || node.kernel.has_arguments_of(kernel) {
+                continue;
+            }
+            let changed = kernel.with_arguments(|arguments| {
+                let params = CUDA_KERNEL_NODE_PARAMS {
+                    kernelParams: arguments,
+                    ..node.params
+                };
+                // SAFETY: the node is of this graph, and launches the same kernel, whose arguments are
+                // copied. What was launched before keeps its own.
+                unsafe { cuGraphExecKernelNodeSetParams_v2(exec, node.node, &raw const params) }
+            });
+            changed.result().w()?;
+            node.kernel = Rc::clone(kernel);
+        }
         // SAFETY: the graph is whole, and its kernels may be launched, as the caller promises.
-        unsafe { graph::launch(self.graph.cu_graph_exec(), stream.cu_stream()) }.w()
+        unsafe { graph::launch(exec, self.stream.cu_stream()) }.w()
+    }
+}
+
+impl Drop for Captured {
+    /// Waits: a graph may only go when it is idle.
+    fn drop(&mut self) {
+        // Of an error, the next use of the stream tells as well.
+        let _ = self.stream.synchronize();
     }
 }
 
@@ -158,8 +203,7 @@ fn nodes(graph: &CudaGraph) -> Result<Vec<(CUgraphNode, CUDA_KERNEL_NODE_PARAMS)
         .w()?;
     let with_params = |node: CUgraphNode| {
         let mut params = MaybeUninit::uninit();
-        // SAFETY: the node is a kernel's. What it launches is written where the call succeeds; the graph
-        // keeps what that points to.
+        // SAFETY: the node is a kernel's. What it launches is written where the call succeeds.
         unsafe {
             cuGraphKernelNodeGetParams_v2(node, params.as_mut_ptr())
                 .result()

@@ -33,6 +33,7 @@ pub(super) struct Factors {
 
 // SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
 unsafe impl DeviceRepr for Factors {}
+const _: () = assert!(size_of::<Factors>() == 32);
 
 /// A product as the kernels compute it.
 pub(super) struct Step {
@@ -63,6 +64,7 @@ pub(super) struct Task {
 
 // SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
 unsafe impl DeviceRepr for Task {}
+const _: () = assert!(size_of::<Task>() == 32 && std::mem::offset_of!(Task, op) == 16);
 
 impl Step {
     /// With a tile of this product.

@@ -101,7 +101,8 @@ impl<'a> Dealt<'a> {
         for tile in &self.tiles {
             let product = usize::from(tile.product);
             parts[tile.matrix as usize * products + product] += tile.warpgroups();
-            let is_square = product + 2 < products && self.program[product].is_symmetric();
+            let product = self.program.get(product);
+            let is_square = product.is_some_and(Product::is_symmetric);
             let most = if is_square { &mut square } else { &mut wide };
             *most = tile.columns().max(*most);
         }

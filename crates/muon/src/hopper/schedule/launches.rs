@@ -13,9 +13,9 @@ const BETWEEN_LAUNCHES: u64 = 2200;
 
 /// In each launch the longest pairs come first.
 pub(super) fn launch_by_launch(dependent: &Dependent<'_>, clusters: usize) -> Schedule {
-    let mut cutter = Cutter::new(dependent, clusters);
+    let mut cuts = Cuts::new(dependent, clusters);
     let mut dealt = Dealt::new(dependent.program, dependent.batch.count());
-    for mut pairs in launches(dependent, &mut cutter) {
+    for mut pairs in pairs_of_launches(dependent, &mut cuts) {
         pairs.sort_by_key(|pair| Reverse(pair.time));
         let mut clusters_of_launch = Clusters::new(clusters);
         for Timed {
@@ -37,7 +37,7 @@ pub(super) fn launch_by_launch(dependent: &Dependent<'_>, clusters: usize) -> Sc
 ///
 /// A product is computed as soon as it can be, but one that the next launch does not wait for goes, pair
 /// by pair, to clusters that others leave idle, if all of its pairs find one in time.
-fn launches(dependent: &Dependent<'_>, cutter: &mut Cutter<'_>) -> Vec<Vec<Timed>> {
+fn pairs_of_launches(dependent: &Dependent<'_>, cuts: &mut Cuts<'_>) -> Vec<Vec<Timed>> {
     let earliest = earliest(dependent);
     let count = earliest.iter().max().map_or(0, |last| last + 1);
     let latest = latest(dependent, count);
@@ -48,24 +48,33 @@ fn launches(dependent: &Dependent<'_>, cutter: &mut Cutter<'_>) -> Vec<Vec<Timed
         products[earliest[product]].push(product);
     }
     let mut idle: Vec<Vec<Timed>> = vec![Vec::new(); count];
+    // The launch with the last pair of each product.
+    let mut ends = earliest;
     for product in loose {
-        let mut pairs = cutter.pairs(&[product]);
-        let launches = earliest[product]..=latest[product];
+        let before = dependent.waits[product].iter();
+        let first = before.map(|&other| ends[other] + 1).max().unwrap_or(0);
+        let mut pairs = cuts.pairs(&[product]);
+        let launches = first..=latest[product];
         let rooms = launches.clone().map(|launch| {
-            let taken = cutter.pairs(&products[launch]).len() + idle[launch].len();
-            cutter.clusters.saturating_sub(taken)
+            let taken = cuts.pairs(&products[launch]).len() + idle[launch].len();
+            cuts.clusters.saturating_sub(taken)
         });
         let rooms: Vec<_> = rooms.collect();
         if rooms.iter().sum::<usize>() < pairs.len() {
-            products[earliest[product]].push(product);
+            products[first].push(product);
+            ends[product] = first;
             continue;
         }
         for (launch, room) in launches.zip(rooms) {
-            idle[launch].extend(pairs.drain(..room.min(pairs.len())));
+            let fitting: Vec<_> = pairs.drain(..room.min(pairs.len())).collect();
+            if !fitting.is_empty() {
+                ends[product] = launch;
+            }
+            idle[launch].extend(fitting);
         }
     }
     let all = products.iter().zip(idle);
-    all.map(|(products, idle)| [cutter.pairs(products), idle].concat())
+    all.map(|(products, idle)| [cuts.pairs(products), idle].concat())
         .collect()
 }
 
@@ -101,15 +110,24 @@ struct Timed {
     pair: Pair,
 }
 
-/// Cuts products that are computed at once.
-struct Cutter<'a> {
+/// Into which pairs products are cut that are computed at once.
+struct Cuts<'a> {
     dependent: &'a Dependent<'a>,
     clusters: usize,
-    /// What was cut, by the region, the number of matrices, and whether all are A A'.
-    known: Vec<((Region, usize, bool), Pieces)>,
+    known: Vec<(Kind, Pieces)>,
 }
 
-impl<'a> Cutter<'a> {
+/// What decides how products are cut.
+#[derive(Clone, Copy, PartialEq)]
+struct Kind {
+    region: Region,
+    /// Of all products.
+    matrices: usize,
+    /// Whether all are A Aᵀ.
+    of_squares: bool,
+}
+
+impl<'a> Cuts<'a> {
     fn new(dependent: &'a Dependent<'a>, clusters: usize) -> Self {
         Self {
             dependent,
@@ -136,18 +154,21 @@ impl<'a> Cutter<'a> {
         }
         let (dependent, clusters) = (self.dependent, self.clusters);
         let count = dependent.batch.count();
-        let batch = products.len() * count;
         let of_square = |&product: &usize| {
             let product = &dependent.program[product];
             product.is_symmetric() && product.a == product.b
         };
-        let kind = (region, batch, products.iter().all(of_square));
+        let kind = Kind {
+            region,
+            matrices: products.len() * count,
+            of_squares: products.iter().all(of_square),
+        };
         let index = self.known.iter().position(|(other, _)| *other == kind);
         let index = index.unwrap_or_else(|| {
-            let pieces = if kind.2 {
-                Pieces::of_squares(dependent.batch.n, batch, clusters)
+            let pieces = if kind.of_squares {
+                Pieces::of_squares(dependent.batch.n, kind.matrices, clusters)
             } else {
-                Pieces::in_step(region, batch, clusters, Width::W256)
+                Pieces::in_step(region, kind.matrices, clusters, Width::W256)
             };
             self.known.push((kind, pieces));
             self.known.len() - 1

@@ -26,9 +26,10 @@ pub(crate) struct Schedule {
     pub(crate) square: usize,
     pub(crate) wide: usize,
     pub(crate) launches: Vec<Launch>,
-    /// Of each launch the first pair of each cluster, then those that follow the first one's, and so on.
+    /// In pairs. Of each launch the first pair of every cluster, then what remains of the first cluster, of
+    /// the second one, and so on.
     pub(crate) tiles: Vec<Tile>,
-    /// For each cluster of a launch which of the launch's pairs is its second one, and the number of all.
+    /// For each launch where, among its pairs, those that remain of each cluster begin, and where they end.
     pub(crate) rest: Vec<i32>,
     /// For each matrix and each product how many parts of tiles there are. The last product is two:
     /// that of wide matrices, and that of tall ones.
@@ -47,24 +48,31 @@ pub(crate) struct Launch {
     pub(crate) clusters: usize,
 }
 
-/// The blocks that are loaded at once for a tile, as kernels are made for them. One for fewer has more
-/// stages.
+/// The most blocks that are loaded at once for a tile, as kernels are made for them. One for fewer has
+/// more stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Stage(usize);
+pub(crate) enum Stage {
+    Of3,
+    Of4,
+    Of6,
+}
 
 impl Stage {
-    pub(crate) const ALL: [Self; 3] = [Self(3), Self(4), Self(6)];
+    pub(crate) const ALL: [Self; 3] = [Self::Of3, Self::Of4, Self::Of6];
 
     /// The least that all tiles fit.
     fn of<'a>(tiles: impl Iterator<Item = &'a Tile>) -> Self {
         let most = tiles.map(Tile::blocks).max().unwrap_or(0);
-        let fits = |stage: &Self| stage.0 >= most;
-        let least = Self::ALL.into_iter().find(fits);
+        let least = Self::ALL.into_iter().find(|stage| stage.blocks() >= most);
         least.expect("a tile has at most 256 columns")
     }
 
     pub(crate) fn blocks(self) -> usize {
-        self.0
+        match self {
+            Self::Of3 => 3,
+            Self::Of4 => 4,
+            Self::Of6 => 6,
+        }
     }
 }
 
@@ -157,6 +165,7 @@ mod tests {
         let mut left = schedule.parts.clone();
         for launch in &schedule.launches {
             let waits_inside = schedule.launches.len() == 1;
+            let is_last = std::ptr::eq(launch, &schedule.launches[schedule.launches.len() - 1]);
             let before = left.clone();
             let mut lists = lists(schedule, launch);
             lists.iter_mut().for_each(|list| list.reverse());
@@ -168,6 +177,8 @@ mod tests {
                         assert!(a.blocks().max(b.blocks()) <= launch.stage.blocks());
                         let (matrix, product) = (a.matrix as usize, usize::from(a.product));
                         assert!(product < products - 1 || matrix >= wide);
+                        // Nothing but the last launch is given the maps of results.
+                        assert!(product < program.len() - 1 || is_last);
                         let seen = if waits_inside { &left } else { &before };
                         let of_program = product.min(program.len() - 1);
                         let is_left = |&other: &usize| seen[matrix * products + other] > 0;
