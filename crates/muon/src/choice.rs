@@ -95,10 +95,14 @@ impl Gpu {
 const GRAM_OVERHEAD: [(usize, u64); 2] = [(0, 125), (1025, 110)];
 
 impl NewtonSchulz {
+    /// The most steps that an optimizer takes, and the kernels for Hopper: many more than any are worth.
+    pub const MOST_STEPS: usize = 99;
+
     /// Whether the kernels for Hopper are to be taken, on a device that may have them or not.
     pub(crate) fn takes_hopper_kernels(&self, gpu: Gpu, dtype: DType) -> bool {
-        // Without a step there is no product.
-        self.steps > 0 && self.kernels != Kernels::Cublas && gpu.has_hopper_kernels(dtype)
+        // Without a step there is no product, and what the products of many wait for takes seconds to find.
+        let has_products = (1..=Self::MOST_STEPS).contains(&self.steps);
+        has_products && self.kernels != Kernels::Cublas && gpu.has_hopper_kernels(dtype)
     }
 
     /// The method of n × m matrices, n ≤ m, where symmetric products cost a half.
@@ -261,7 +265,12 @@ mod tests {
             kernels: Kernels::Cublas,
             ..NewtonSchulz::default()
         };
+        let endless = NewtonSchulz {
+            steps: 100,
+            ..NewtonSchulz::default()
+        };
         for choice in [
+            endless.choose(H200, DType::F16, 1, 64, 64),
             ns.choose(a100, DType::F16, 1, 64, 64),
             ns.choose(blackwell, DType::F16, 1, 64, 64),
             ns.choose(too_small, DType::F16, 1, 64, 64),

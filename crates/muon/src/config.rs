@@ -45,8 +45,8 @@ impl MuonConfig {
         check(
             "muon.newton_schulz.steps",
             steps as f64,
-            steps > 0,
-            "at least 1",
+            (1..=NewtonSchulz::MOST_STEPS).contains(&steps),
+            "from 1 to 99",
         )
     }
 }
@@ -193,6 +193,10 @@ mod tests {
             (
                 muon(|c| c.newton_schulz.steps = 0),
                 "muon.newton_schulz.steps = 0",
+            ),
+            (
+                muon(|c| c.newton_schulz.steps = 100),
+                "muon.newton_schulz.steps = 100",
             ),
             (adamw(|c| c.lr = f64::INFINITY), "adamw.lr = inf"),
             (adamw(|c| c.beta1 = -0.1), "adamw.beta1 = -0.1"),

@@ -40,7 +40,7 @@ pub struct NewtonSchulz {
     pub method: Method,
     /// The polynomials.
     pub coefficients: Coefficients,
-    /// How many steps; at least 1.
+    /// How many steps, from 1 to [`Self::MOST_STEPS`].
     pub steps: usize,
     /// The precision of the products' results; sums are in f32.
     pub iterate: Precision,

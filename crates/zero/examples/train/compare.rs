@@ -21,12 +21,11 @@ pub(crate) struct Unsharded {
     pub(crate) furthest: Furthest,
 }
 
-/// The weight that is furthest from the sharded run's.
+/// The parameter that is furthest from the sharded run's.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Furthest {
-    /// Its parameter.
     pub(crate) name: String,
-    /// The difference over the parameter's norm.
+    /// The norm of the difference over the parameter's.
     pub(crate) distance: f64,
 }
 
@@ -136,11 +135,8 @@ fn clip(gradients: &mut GradStore, variables: &[(String, Var)], most: f64) -> Re
 fn furthest(sharded: &[(String, Tensor)], variables: &[(String, Var)]) -> Result<Furthest> {
     let mut furthest = Furthest::default();
     for ((name, sharded), (_, unsharded)) in sharded.iter().zip(variables) {
-        let difference = (sharded - unsharded.as_tensor().detach())?
-            .abs()?
-            .flatten_all()?
-            .max(0)?;
-        let distance = f64::from(difference.to_scalar::<f32>()?) / norm(unsharded)?;
+        let difference = (sharded - unsharded.as_tensor().detach())?;
+        let distance = norm(&difference)? / norm(unsharded)?;
         if distance >= furthest.distance {
             furthest = Furthest {
                 name: name.clone(),

@@ -28,13 +28,15 @@ pub(crate) struct Options {
     /// What is sharded: 1, optimizer state; 2, gradients too.
     #[arg(long, default_value_t)]
     pub(crate) stage: Stage,
-    /// Where parameters lie: striped, flat or whole.
+    /// Where parameters lie: striped, each bucket cut evenly; whole, whole matrices to ranks as far as the balance allows;
+    /// flat, in DeepSpeed's order.
     #[arg(long, default_value_t)]
     pub(crate) placement: Placement,
-    /// How gradients are reduced: all-reduce, bucket-all-reduce, reduce-to-owner or reduce-scatter.
+    /// How gradients are reduced: reduce-scatter; or as DeepSpeed can, all-reduce, bucket-all-reduce, reduce-to-owner.
     #[arg(long, default_value_t)]
     pub(crate) route: Route,
-    /// How split matrices get whole: copy-to-owners, exchange-update or assign-owner.
+    /// How split matrices get whole: assign-owner, one rank orthogonalizes; exchange-update, each owner does;
+    /// copy-to-owners, so too, and keeps whole momentum, as DeepSpeed.
     #[arg(long, default_value_t)]
     pub(crate) policy: Policy,
     /// Which Newton-Schulz products are used: auto, standard or gram.

@@ -44,9 +44,7 @@ pub(crate) fn tell(
     if options.compare {
         let unsharded = compare::train(options, text, run)?;
         let Furthest { name, distance } = &unsharded.furthest;
-        println!(
-            "furthest from unsharded training: an element of {name}, by {distance:.1e} of its norm"
-        );
+        println!("furthest from unsharded training: {name}, by {distance:.1e} of its norm");
         other = Some(Saved {
             title: "unsharded".to_owned(),
             curve: unsharded.curve,

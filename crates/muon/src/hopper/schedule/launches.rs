@@ -188,3 +188,53 @@ impl<'a> Cuts<'a> {
         pieces.pairs.iter().map(timed).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hopper::program::program;
+    use crate::hopper::workspace::Batch;
+    use crate::{Coefficients, Method};
+
+    /// Products 2 and 5 may both wait, the second one for the first. No iteration has such a chain now.
+    #[test]
+    fn what_is_not_waited_for_at_once_still_follows_what_it_waits_for() {
+        let rows = Coefficients::default().steps(2);
+        let iteration = program(Method::Gram, &rows);
+        let mut products = vec![iteration[2]; 7];
+        products.extend(iteration.last().copied());
+        let waits = [&[][..], &[0], &[0], &[1], &[3], &[2], &[4], &[5, 6]].map(<[usize]>::to_vec);
+        let mut followers = vec![Vec::new(); waits.len()];
+        for (index, waits) in waits.iter().enumerate() {
+            waits.iter().for_each(|&other| followers[other].push(index));
+        }
+        for n in (64..2400).step_by(64) {
+            let dependent = Dependent {
+                program: &products,
+                batch: Batch {
+                    n,
+                    m: n,
+                    wide: 1,
+                    tall: 0,
+                },
+                waits: waits.to_vec(),
+                followers: followers.clone(),
+            };
+            let mut cuts = Cuts::new(&dependent, 66);
+            let launches = pairs_of_launches(&dependent, &mut cuts);
+            let of = |product: usize| {
+                let has = |pairs: &Vec<Timed>| pairs.iter().any(|pair| pair.product == product);
+                let first = launches.iter().position(has).expect("it is computed");
+                (
+                    first,
+                    launches.iter().rposition(has).expect("it is computed"),
+                )
+            };
+            for (product, waits) in waits.iter().enumerate() {
+                for &other in waits {
+                    assert!(of(other).1 < of(product).0, "{n}: {product} before {other}");
+                }
+            }
+        }
+    }
+}
