@@ -95,9 +95,6 @@ impl Gpu {
 const GRAM_OVERHEAD: [(usize, u64); 2] = [(0, 125), (1025, 110)];
 
 impl NewtonSchulz {
-    /// The most steps that an optimizer takes, and the kernels for Hopper: many more than any are worth.
-    pub const MOST_STEPS: usize = 99;
-
     /// Whether the kernels for Hopper are to be taken, on a device that may have them or not.
     pub(crate) fn takes_hopper_kernels(&self, gpu: Gpu, dtype: DType) -> bool {
         // Without a step there is no product, and what the products of many wait for takes seconds to find.

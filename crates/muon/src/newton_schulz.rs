@@ -67,6 +67,9 @@ impl Default for NewtonSchulz {
 }
 
 impl NewtonSchulz {
+    /// The most steps that an optimizer takes, and the kernels for Hopper: many more than any are worth.
+    pub const MOST_STEPS: usize = 99;
+
     /// Orthogonalizes a matrix `(rows, cols)` or each matrix of a stack `(batch, rows, cols)`, of
     /// dtype f32, f16 or bf16 and any strides. The result is a new contiguous f32 tensor of the
     /// same shape; the input is not modified.
