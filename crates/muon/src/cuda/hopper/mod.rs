@@ -1,7 +1,7 @@
 //! Newton-Schulz by the kernels for compute capability 9.0: normalization, products, results.
 //!
-//! What does not change from one batch of a kind to the next (workspace, tiles, tensor maps, graphs)
-//! is kept by each thread for each device, so that nothing is allocated but the results. By thread,
+//! What does not change from one batch of a kind to the next (workspace, tiles, tensor maps, graphs but for
+//! addresses) is kept by each thread for each device, so that nothing is allocated but the results. By thread,
 //! since candle's usual stream is another one in each.
 
 mod edges;
