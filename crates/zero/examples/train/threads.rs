@@ -12,6 +12,11 @@ use crate::train::{self, Run};
 
 /// Trains on all ranks.
 pub(crate) fn train(world: WorldSize, options: &Options, text: &Text) -> Result<Run> {
+    if world.get() > 1 && std::env::var_os("RAYON_NUM_THREADS").is_none() {
+        eprintln!(
+            "with RAYON_NUM_THREADS=1 in the environment the ranks would not share one pool of threads"
+        );
+    }
     let world = Loopback::world(world, DEADLINE);
     let outcomes = ranks::run(world, |comm| {
         train::train(Box::new(comm), &Device::Cpu, options, text)
