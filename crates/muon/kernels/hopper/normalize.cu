@@ -138,11 +138,15 @@ __device__ Squares sum_over_block(Squares mine) {
   return total;
 }
 
-// The counts of a matrix that its products take from, by its first block.
-__device__ __forceinline__ void set_counts(uint32_t* left, const uint32_t* all, int products) {
-  if (blockIdx.x > 0) return;
-  const int64_t of_matrix = int64_t{blockIdx.y} * products;
-  for (int i = threadIdx.x; i < products; i += kThreads) left[of_matrix + i] = all[of_matrix + i];
+// Stores this block's part of a matrix's sum, and, in its first block, the counts that its products take
+// from.
+__device__ __forceinline__ void store_part(Squares total, Squares* parts, uint32_t* left,
+                                           const uint32_t* all, int products) {
+  if (blockIdx.x == 0) {
+    const int64_t of_matrix = int64_t{blockIdx.y} * products;
+    for (int i = threadIdx.x; i < products; i += kThreads) left[of_matrix + i] = all[of_matrix + i];
+  }
+  if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
 }
 
 // Grid: (parts of a matrix, at most 512 and chosen by its shape alone; matrices).
@@ -173,9 +177,7 @@ __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, i
     }
     mine = mine + squares(vectors);
   }
-  const Squares total = sum_over_block(mine);
-  set_counts(left, all, products);
-  if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
+  store_part(sum_over_block(mine), parts, left, all, products);
 }
 
 constexpr float kScale = 16;  // of X while it is iterated
@@ -198,6 +200,18 @@ struct Normalizer {
     return kScale * fmaf(fmaf(-q, norm, scaled), reciprocal, q);
   }
 };
+
+// Eight elements, divided and rounded to U.
+template <class U, class T>
+__device__ __forceinline__ uint4 divided(const Vector<T>& x, const Normalizer& normalized) {
+  uint4 packed;
+  uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i) {
+    pairs[i] = pack(normalized(x[2 * i]), normalized(x[2 * i + 1]), U{});
+  }
+  return packed;
+}
 
 // The sum of the parts of a matrix, which other blocks may have written just now.
 __device__ __forceinline__ Squares sum_of_parts(const Squares* parts, int parts_of_matrix,
@@ -252,14 +266,8 @@ __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squa
         const int column = (at - row * vectors_of_row) * kVector;
         x.load_some(matrix + int64_t{row} * cols + column, cols - column);
       }
-      uint4 packed;
-      uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
-#pragma unroll
-      for (int i = 0; i < kVector / 2; ++i) {
-        pairs[i] = pack(normalized(x[2 * i]), normalized(x[2 * i + 1]), U{});
-      }
       // Rows follow each other as vectors do.
-      *reinterpret_cast<uint4*>(to + int64_t{at} * kVector) = packed;
+      *reinterpret_cast<uint4*>(to + int64_t{at} * kVector) = divided<U>(x, normalized);
     }
     if (v < step) break;
     v -= step;
@@ -274,11 +282,7 @@ __device__ __forceinline__ void wait_for_blocks(unsigned long long* arrived) {
   if (threadIdx.x == 0) {
     __threadfence();
     const unsigned long long mine = atomicAdd(arrived, 1ull);
-    const unsigned long long all = (mine / gridDim.x + 1) * gridDim.x;
-    unsigned long long now;
-    do {
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(arrived) : "memory");
-    } while (now < all);
+    wait_for_count(arrived, (mine / gridDim.x + 1) * gridDim.x);
   }
   __syncthreads();
 }
@@ -302,21 +306,13 @@ __device__ __forceinline__ void normalize(const Addresses& from, U* out, Squares
     vectors[j].load(matrix + i, i < elements);
   }
   const Squares total = sum_over_block(Squares{kNoExponent, 0} + squares(vectors));
-  set_counts(left, all, products);
-  if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
+  store_part(total, parts, left, all, products);
   wait_for_blocks(arrived + blockIdx.y);
   const Normalizer normalized(sum_of_parts(parts, gridDim.x, blockIdx.y));
 #pragma unroll
   for (int j = 0; j < kMeasured; ++j) {
     const int64_t i = first + j * stride;
-    if (i >= elements) continue;
-    uint4 packed;
-    uint32_t* pairs = reinterpret_cast<uint32_t*>(&packed);
-#pragma unroll
-    for (int k = 0; k < kVector / 2; ++k) {
-      pairs[k] = pack(normalized(vectors[j][2 * k]), normalized(vectors[j][2 * k + 1]), U{});
-    }
-    *reinterpret_cast<uint4*>(to + i) = packed;
+    if (i < elements) *reinterpret_cast<uint4*>(to + i) = divided<U>(vectors[j], normalized);
   }
 }
 
