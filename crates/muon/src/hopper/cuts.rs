@@ -76,14 +76,7 @@ impl Pieces {
             && widest == Width::W256
             && count < 2 * clusters
         {
-            let least = best.rounds(clusters).cost();
-            let medium = Self {
-                width: Width::W160,
-                pairs: medium_pairs(n, batch),
-            };
-            if medium.rounds(clusters).cost() < least - TIE {
-                best = medium;
-            }
+            best = best.or_cheaper(Width::W160, medium_pairs(n, batch), clusters);
         }
         best
     }
@@ -91,24 +84,22 @@ impl Pieces {
     /// The same for n × n products A Aᵀ, of which smaller tiles can be cut, and tiles that take the same time.
     pub(crate) fn of_squares(n: usize, batch: usize, clusters: usize) -> Self {
         let mut best = Self::in_step(Region::Symmetric { n }, batch, clusters, Width::W256);
-        let mut least = best.rounds(clusters).cost();
-        let mut others = Vec::new();
         if best.width == Width::W64 {
-            others.push((Width::W64, small_pairs(n, batch)));
+            best = best.or_cheaper(Width::W64, small_pairs(n, batch), clusters);
         }
         // With more, all of them wait for memory at once.
         let even = even_pairs(n, batch);
         if even.len() <= clusters {
-            others.push((Width::W128, even));
-        }
-        for (width, pairs) in others {
-            let pieces = Self { width, pairs };
-            let cost = pieces.rounds(clusters).cost();
-            if cost < least - TIE {
-                (best, least) = (pieces, cost);
-            }
+            best = best.or_cheaper(Width::W128, even, clusters);
         }
         best
+    }
+
+    /// These, or others that end sooner.
+    fn or_cheaper(self, width: Width, pairs: Vec<Pair>, clusters: usize) -> Self {
+        let other = Self { width, pairs };
+        let is_cheaper = other.rounds(clusters).cost() < self.rounds(clusters).cost() - TIE;
+        if is_cheaper { other } else { self }
     }
 
     /// The ways of least work, for matrices that need not keep step.

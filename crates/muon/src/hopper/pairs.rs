@@ -374,27 +374,31 @@ mod tests {
         }
     }
 
-    #[test]
-    fn every_block_is_stored_once_in_small_tiles() {
+    /// As `pairs_of` cuts a symmetric region of n rows of each matrix of a batch.
+    fn check_symmetric(pairs_of: fn(usize, usize) -> Vec<Pair>, width: Width) {
         for n in SIDES {
             for batch in [1, 3] {
-                let pairs = small_pairs(n, batch);
                 let region = Region::Symmetric { n };
-                check_pairs(&pairs, region, batch, Width::W64, "small");
+                check_pairs(
+                    &pairs_of(n, batch),
+                    region,
+                    batch,
+                    width,
+                    &format!("{width:?}"),
+                );
             }
         }
+    }
+
+    #[test]
+    fn every_block_is_stored_once_in_small_tiles() {
+        check_symmetric(small_pairs, Width::W64);
         assert_eq!(small_pairs(1024, 1).len(), 64);
     }
 
     #[test]
     fn every_block_is_stored_once_in_even_tiles() {
-        for n in SIDES {
-            for batch in [1, 3] {
-                let pairs = even_pairs(n, batch);
-                let region = Region::Symmetric { n };
-                check_pairs(&pairs, region, batch, Width::W128, "even");
-            }
-        }
+        check_symmetric(even_pairs, Width::W128);
         let pairs = even_pairs(2048, 1);
         assert_eq!(pairs.len(), 66);
         // As much as there is up to the diagonal, in tiles of one size.
@@ -409,13 +413,7 @@ mod tests {
 
     #[test]
     fn every_block_is_stored_once_in_medium_tiles() {
-        for n in SIDES {
-            for batch in [1, 3] {
-                let pairs = medium_pairs(n, batch);
-                let region = Region::Symmetric { n };
-                check_pairs(&pairs, region, batch, Width::W160, "medium");
-            }
-        }
+        check_symmetric(medium_pairs, Width::W160);
         assert_eq!(medium_pairs(2048, 1).len(), 60);
     }
 

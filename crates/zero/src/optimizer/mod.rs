@@ -230,8 +230,8 @@ impl ZeroOptimizer {
         Ok(())
     }
 
-    /// Pauses the deadline of collectives on all ranks, for long work of this rank alone (evaluation, writing files of its own), until the
-    /// guard is dropped.
+    /// Pauses the deadline of collectives on all ranks, for long work of this rank alone (evaluation, writing files of its
+    /// own), until the guard is dropped.
     pub fn pause(&self) -> Pause {
         self.inbox.intake().channel.comm().pause()
     }

@@ -6,12 +6,13 @@ use std::rc::Rc;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 use cudarc::driver::{CudaFunction, CudaSlice};
-use half::{bf16, f16};
+use half::f16;
 
 use super::iterate::{Counts, start};
 use super::kernel::{Grid, Kernel};
 use super::maps::Stack;
 use super::modules::{Modules, blocks_at_once};
+use crate::cuda::element::by_dtype;
 use crate::cuda::launch::address;
 use crate::hopper::workspace::Batch;
 
@@ -244,11 +245,7 @@ fn addresses(
         if x.dims() != [rows, cols] {
             bail!("expected a matrix of {rows} x {cols}, got {:?}", x.shape());
         }
-        *to = match x.dtype() {
-            DType::F32 => address::<f32>(device, x)?,
-            DType::F16 => address::<f16>(device, x)?,
-            _ => address::<bf16>(device, x)?,
-        };
+        *to = by_dtype!(x.dtype(), address(device, x))?;
     }
     Ok(addresses)
 }

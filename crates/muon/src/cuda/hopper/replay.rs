@@ -57,7 +57,7 @@ impl Replay {
             }
             return replayed;
         }
-        if are_like(&self.last, &kernels) {
+        if are_like(self.last.iter(), &kernels) {
             if self.graphs.len() == MOST_GRAPHS {
                 self.graphs.remove(0);
             }
@@ -86,8 +86,9 @@ unsafe fn launch_all(kernels: &[Rc<Kernel>], stream: &CudaStream) -> Result<()> 
     launches.try_for_each(|launched| launched)
 }
 
-fn are_like(a: &[Rc<Kernel>], b: &[Rc<Kernel>]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.is_like(b))
+/// Whether they differ in arguments alone.
+fn are_like<'a>(a: impl ExactSizeIterator<Item = &'a Rc<Kernel>>, b: &[Rc<Kernel>]) -> bool {
+    a.len() == b.len() && a.zip(b).all(|(a, b)| a.is_like(b))
 }
 
 struct Captured {
@@ -147,11 +148,7 @@ impl Captured {
 
     /// Whether it is of such kernels, with whatever arguments.
     fn is_of(&self, kernels: &[Rc<Kernel>]) -> bool {
-        let nodes = self.nodes.iter().zip(kernels);
-        self.nodes.len() == kernels.len()
-            && nodes
-                .clone()
-                .all(|(node, kernel)| node.kernel.is_like(kernel))
+        are_like(self.nodes.iter().map(|node| &node.kernel), kernels)
     }
 
     /// Launches it with the arguments of these kernels, which it is of.

@@ -154,9 +154,10 @@ impl<'a> Cuts<'a> {
         }
         let (dependent, clusters) = (self.dependent, self.clusters);
         let count = dependent.batch.count();
+        // Only of symmetric products.
         let of_square = |&product: &usize| {
             let product = &dependent.program[product];
-            product.is_symmetric() && product.a == product.b
+            product.a == product.b
         };
         let kind = Kind {
             region,
