@@ -19,8 +19,8 @@
 // The host deals the pairs of all products to the clusters. A tile has 128 rows, 64 for each of two
 // consumer warpgroups, and 64, 128, 160, 192 or 256 columns; `Shape` tells of others. Where the two tiles of a pair start at the
 // same column they share B: each block loads half of it for both. A tile on the diagonal may be
-// narrower than what it loads. One lane of a third warpgroup issues all loads, through a ring of
-// stages with 64 of K each.
+// narrower than what it loads. A third warpgroup issues all loads, through a ring of stages with 64 of
+// K each.
 //
 // A product of one matrix waits for others of the same matrix and for nothing else, so the matrices
 // of a batch need not keep step. `left` counts, for each matrix and product, the warpgroups' parts of
@@ -81,6 +81,9 @@ struct alignas(16) Product {
   int waits[kMostWaits];
 };
 
+// The operand of a tile that the launch before does not store, if one is.
+enum class Early : uint8_t { kNone, kA, kB };
+
 // A tile, with what it takes of its product to load and to store it. `a`, `b` and `d` are indices of maps; D is
 // neither A nor B. `k_blocks` is the number of columns of A in blocks of 64, rounded up, `place` that of
 // the matrix in D's stack.
@@ -90,6 +93,7 @@ struct alignas(16) Task {
   uint8_t a, b, d;
   int k_blocks;
   int place;
+  Early early;
 };
 
 // As the host lays them out.
@@ -184,38 +188,60 @@ __device__ __forceinline__ void wait_for_products(const Work& work, const Produc
   fence_for_copy_engine_everywhere();
 }
 
-// Issues the loads of all tiles, from one lane.
+// The blocks that a tile takes of A and B for each 64 of K, and those of B that this block of the pair loads.
+struct Extent {
+  int a_blocks, a_step;
+  int b_blocks, b_first, b_step;
+
+  __device__ __forceinline__ Extent(const Tile& tile, uint32_t rank) {
+    const bool loads_b = tile.shape == Shape::kWhole || tile.shape == Shape::kHalf;
+    const bool loads_more_of_a = tile.shape == Shape::kStrips || tile.shape == Shape::kQuads;
+    a_blocks = tile.shape == Shape::kHalf ? 1 : loads_more_of_a ? 4 : 2;
+    a_step = tile.shape == Shape::kQuads ? 2 * kBlock : kBlock;
+    b_blocks = !loads_b ? 0 : tile.shared ? tile.shared : (tile.halves + 1) / 2;
+    b_first = tile.shared ? rank : 0;
+    b_step = tile.shared ? 2 : 1;
+  }
+  __device__ __forceinline__ uint32_t bytes() const { return (a_blocks + b_blocks) * kBlockBytes; }
+};
+
+// Of what product of what matrix the last tile was: the next one of the same need not wait again.
+struct Turns {
+  int product = -1, matrix = -1;
+
+  // Before the loads of a tile.
+  __device__ __forceinline__ void wait(const Work& work, const Tile& tile) {
+    if (work.left == nullptr || (tile.product == product && tile.matrix == matrix)) return;
+    product = tile.product;
+    matrix = tile.matrix;
+    wait_for_products(work, work.products[product], matrix);
+  }
+};
+
+// Issues the loads of all tiles, from one lane. Neither is it faster unrolled, nor with more lanes.
 template <class Ring>
 __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& work, List list,
                                      uint32_t rank) {
-  int product = -1, matrix = -1;
+  Turns turns;
   wait_for_predecessors();
+  launch_dependents();
   while (true) {
     const Tile& tile = list.task.tile;
     const TensorMap *map_a = &maps.of[list.task.a], *map_b = &maps.of[list.task.b];
     const bool symmetric = list.task.op == Op::kSymmetric;
     const int k_blocks = list.task.k_blocks;
-    if (work.left != nullptr && (tile.product != product || tile.matrix != matrix)) {
-      product = tile.product;
-      matrix = tile.matrix;
-      wait_for_products(work, work.products[product], matrix);
-    }
-    const bool loads_b = tile.shape == Shape::kWhole || tile.shape == Shape::kHalf;
-    const bool loads_more_of_a = tile.shape == Shape::kStrips || tile.shape == Shape::kQuads;
-    const int a_blocks = tile.shape == Shape::kHalf ? 1 : loads_more_of_a ? 4 : 2;
-    const int a_step = tile.shape == Shape::kQuads ? 2 * kBlock : kBlock;
-    const int b_blocks = !loads_b ? 0 : tile.shared ? tile.shared : (tile.halves + 1) / 2;
-    const int b_first = tile.shared ? rank : 0, b_step = tile.shared ? 2 : 1;
+    turns.wait(work, tile);
+    const Extent extent(tile, rank);
     for (int k = 0; k < k_blocks; ++k) {
       barrier_wait(ring.empty(), ring.parity ^ 1);
-      barrier_expect(ring.full(), (a_blocks + b_blocks) * kBlockBytes);
+      barrier_expect(ring.full(), extent.bytes());
       // B first, since the peer waits for it too.
 #pragma unroll 1
-      for (int c = b_first; c < b_blocks; c += b_step) {
+      for (int c = extent.b_first; c < extent.b_blocks; c += extent.b_step) {
         const int along_n = tile.column + c * kBlock;
         const int column = symmetric ? k * kBlock : along_n;
         const int row = symmetric ? along_n : k * kBlock;
-        const uint32_t to = ring.block(a_blocks + c);
+        const uint32_t to = ring.block(extent.a_blocks + c);
         if (tile.shared) {
           load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
         } else {
@@ -223,14 +249,101 @@ __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& wo
         }
       }
 #pragma unroll 1
-      for (int i = 0; i < a_blocks; ++i) {
-        load_box(ring.block(i), map_a, ring.full(), k * kBlock, tile.row + i * a_step,
+      for (int i = 0; i < extent.a_blocks; ++i) {
+        load_box(ring.block(i), map_a, ring.full(), k * kBlock, tile.row + i * extent.a_step,
                  tile.matrix);
       }
       ring.advance();
     }
     list.load_next();  // the ring is full, so there is time
     if (!list.advance()) return;
+  }
+}
+
+// What a block loads of A, or of B, for each 64 of K of a tile: boxes from `across` on, which is where they
+// are along the dimension that is not K, and from byte `at` of a stage on.
+struct Boxes {
+  const TensorMap* map;
+  int count, across, step, matrix;
+  uint32_t at, apart;
+  bool runs_down;  // with K, instead of along the columns
+  bool to_both;
+  bool is_early;
+  uint32_t bytes;  // of both operands, which one of the loaders tells the barrier
+
+  __device__ __forceinline__ Boxes(const Maps& maps, const Task& task, uint32_t rank, bool of_a) {
+    const Tile& tile = task.tile;
+    const Extent extent(tile, rank);
+    matrix = tile.matrix;
+    if (of_a) {
+      map = &maps.of[task.a];
+      count = extent.a_blocks;
+      step = extent.a_step;
+      at = 0;
+      apart = kBlockBytes;
+      across = tile.row;
+      runs_down = to_both = false;
+      is_early = task.early == Early::kA;
+      bytes = extent.bytes();
+    } else {
+      map = &maps.of[task.b];
+      count = (extent.b_blocks - extent.b_first + extent.b_step - 1) / extent.b_step;
+      step = extent.b_step * kBlock;
+      at = (extent.a_blocks + extent.b_first) * kBlockBytes;
+      apart = extent.b_step * kBlockBytes;
+      across = tile.column + extent.b_first * kBlock;
+      runs_down = task.op != Op::kSymmetric;
+      to_both = tile.shared > 0;
+      is_early = task.early == Early::kB;
+      bytes = 0;
+    }
+  }
+  template <class Ring>
+  __device__ __forceinline__ void load(const Ring& ring, int k) const {
+    barrier_expect(ring.full(), bytes);
+    const uint32_t to = ring.block(0) + at;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i >= count) break;
+      const int x = runs_down ? across + i * step : k * kBlock;
+      const int y = runs_down ? k * kBlock : across + i * step;
+      if (to_both) {
+        load_box_to_both(to + i * apart, map, ring.full(), x, y, matrix);
+      } else {
+        load_box(to + i * apart, map, ring.full(), x, y, matrix);
+      }
+    }
+  }
+};
+
+// Issues the loads of A, or those of B, of all tiles, from one lane: for small tiles a lane for both would not
+// keep up. What launches ahead of the last one have stored is loaded while that one ends: it waited for them
+// before it let this one start.
+template <class Ring>
+__device__ __forceinline__ void load_operand(Ring ring, const Maps& maps, const Work& work,
+                                             List list, uint32_t rank, bool of_a) {
+  Turns turns;
+  Boxes boxes(maps, list.task, rank, of_a);
+  int k = 0;
+  if (boxes.is_early) {
+    for (; k < min(list.task.k_blocks, int{Ring::kStages}); ++k) {
+      boxes.load(ring, k);
+      ring.advance();
+    }
+  }
+  wait_for_predecessors();
+  launch_dependents();
+  while (true) {
+    turns.wait(work, list.task.tile);
+    for (; k < list.task.k_blocks; ++k) {
+      barrier_wait(ring.empty(), ring.parity ^ 1);
+      boxes.load(ring, k);
+      ring.advance();
+    }
+    list.load_next();
+    if (!list.advance()) return;
+    boxes = Boxes(maps, list.task, rank, of_a);
+    k = 0;
   }
 }
 
@@ -555,17 +668,17 @@ __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const 
 template <class T, int kBlocks>
 __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   constexpr int kMaxColumns = kBlocks == 6 ? 256 : kBlocks == 4 ? 128 : 64;
+  constexpr int kLoaders = kBlocks == 3 ? 2 : 1;
   extern __shared__ uint8_t raw[];
   Ring<kBlocks> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
   const uint32_t rank = cluster_rank();
   List list(work, cluster_index(), rank);
   const int warpgroup = warp_index() / 4;
 
-  launch_dependents();
   if (warp_index() == 0 && elect()) {
     for (int i = 0; i < kMaps; ++i) prefetch_map(&maps.of[i]);
     for (Ring<kBlocks> r = ring; r.parity == 0; r.advance()) {
-      barrier_init(r.full(), 1);
+      barrier_init(r.full(), kLoaders);
       barrier_init(r.empty(), 2 * kWarpgroups);  // the consumers of both blocks
     }
     barrier_init_fence();
@@ -574,8 +687,13 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
 
   if (warpgroup == kWarpgroups) {
     give_registers<40>();
-    if (warp_index() == 4 * kWarpgroups && elect()) {
-      load(ring, maps, work, list, rank);
+    const int loader = warp_index() - 4 * kWarpgroups;
+    if (loader < kLoaders && elect()) {
+      if constexpr (kLoaders == 2) {
+        load_operand(ring, maps, work, list, rank, loader == 0);
+      } else {
+        load(ring, maps, work, list, rank);
+      }
     }
   } else {
     take_registers<232>();

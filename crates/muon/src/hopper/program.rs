@@ -143,7 +143,7 @@ fn gram(rows: &[[f64; 3]]) -> Vec<Product> {
         let gram_is_needed = step + 1 < rows.len() && step + 1 != RESTART;
         if gram_is_needed {
             program.push(product(Buffer::R, z, t, a, 0.0, 0.0));
-            program.push(product(t, z, Buffer::R, a, 0.0, 0.0));
+            program.push(product(z, t, Buffer::R, 0.0, a, 0.0));
         }
         // The next polynomial overwrites t, so that it does not wait for factors to be gathered.
         gathered = Some(match gathered {

@@ -9,7 +9,7 @@ use cudarc::driver::{CudaFunction, CudaSlice, CudaStream, DevicePtr};
 use super::kernel::{Grid, Kernel, Plain};
 use super::modules::Modules;
 use super::steps::{Factors, Maps, Step, Task};
-use crate::hopper::schedule::{Launch, Schedule};
+use crate::hopper::schedule::{Early, Launch, Schedule};
 use crate::hopper::tiles::Tile;
 
 /// What the kernel works off, laid out as `Work` in `kernels/hopper/products.cu`.
@@ -64,8 +64,11 @@ impl Iterate {
         let product_count = steps.len() as i32;
         let is_counted = schedule.launches.len() == 1;
         let factors: Vec<_> = steps.iter().map(|step| step.factors).collect();
-        let tiles = schedule.tiles.iter();
-        let task = |tile: &Tile| steps[usize::from(tile.product)].task(*tile);
+        let tiles = schedule.tiles.iter().zip(&schedule.early);
+        let task = |(tile, early): (&Tile, &Early)| {
+            let step = &steps[usize::from(tile.product)];
+            step.task(*tile, *early)
+        };
         let products = device.clone_htod(&factors)?;
         let tasks = device.clone_htod(&tiles.map(task).collect::<Vec<_>>())?;
         let rest = device.clone_htod(&schedule.rest)?;

@@ -7,6 +7,7 @@ use cudarc::driver::sys::CUtensorMap;
 use super::kernel::Plain;
 use super::maps::Stack;
 use crate::hopper::program::{Buffer, Product, Scalars, waits};
+use crate::hopper::schedule::Early;
 use crate::hopper::tiles::{BLOCK, Tile};
 use crate::hopper::workspace::{Batch, Workspace};
 
@@ -59,7 +60,8 @@ pub(super) struct Task {
     d: u8,
     k_blocks: i32,
     place: i32,
-    padding: i32,
+    early: Early,
+    padding: [u8; 3],
 }
 
 // SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
@@ -68,7 +70,7 @@ const _: () = assert!(size_of::<Task>() == 32 && std::mem::offset_of!(Task, op) 
 
 impl Step {
     /// With a tile of this product.
-    pub(super) fn task(&self, tile: Tile) -> Task {
+    pub(super) fn task(&self, tile: Tile, early: Early) -> Task {
         let Self {
             op,
             a,
@@ -86,7 +88,8 @@ impl Step {
             d,
             k_blocks,
             place: tile.matrix - first,
-            padding: 0,
+            early,
+            padding: [0; 3],
         }
     }
 }

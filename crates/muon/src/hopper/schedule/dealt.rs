@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::{Launch, Schedule, Stage};
-use crate::hopper::program::Product;
+use super::{Early, Launch, Schedule, Stage, product_of};
+use crate::hopper::program::{Buffer, Product};
 use crate::hopper::tiles::{Pair, Tile};
 
 /// What was dealt to each cluster, and when each is free.
@@ -51,6 +51,7 @@ pub(super) struct Dealt<'a> {
     matrices: usize,
     launches: Vec<Launch>,
     tiles: Vec<Tile>,
+    early: Vec<Early>,
     rest: Vec<i32>,
     pub(super) end: u64,
 }
@@ -63,12 +64,14 @@ impl<'a> Dealt<'a> {
             matrices,
             launches: Vec::new(),
             tiles: Vec::new(),
+            early: Vec::new(),
             rest: Vec::new(),
             end: 0,
         }
     }
 
     pub(super) fn push(&mut self, clusters: &Clusters) {
+        let stored = self.stored_last();
         let lists = clusters.lists.iter().filter_map(|list| list.split_first());
         let lists: Vec<_> = lists.collect();
         self.launches.push(Launch {
@@ -90,7 +93,28 @@ impl<'a> Dealt<'a> {
             pairs += rest.len();
             self.rest.push(pairs as i32);
         }
+        let of_launch = self.tiles[self.early.len()..].iter();
+        let early = of_launch.map(|tile| Early::of(self.product(tile), stored.as_deref()));
+        let early: Vec<_> = early.collect();
+        self.early.extend(early);
         self.end += clusters.end;
+    }
+
+    /// The stacks of which the last launch stores tiles, if there is one.
+    fn stored_last(&self) -> Option<Vec<Buffer>> {
+        let last = self.launches.last()?;
+        let tiles = self.tiles[last.tiles_from..].iter();
+        let mut stored = Vec::new();
+        for buffer in tiles.map(|tile| self.product(tile).d) {
+            if !stored.contains(&buffer) {
+                stored.push(buffer);
+            }
+        }
+        Some(stored)
+    }
+
+    fn product(&self, tile: &Tile) -> &'a Product {
+        product_of(self.program, tile)
     }
 
     pub(super) fn into_schedule(self) -> Schedule {
@@ -101,8 +125,7 @@ impl<'a> Dealt<'a> {
         for tile in &self.tiles {
             let product = usize::from(tile.product);
             parts[tile.matrix as usize * products + product] += tile.warpgroups();
-            let product = self.program.get(product);
-            let is_square = product.is_some_and(Product::is_symmetric);
+            let is_square = self.product(tile).is_symmetric();
             let most = if is_square { &mut square } else { &mut wide };
             *most = tile.columns().max(*most);
         }
@@ -111,6 +134,7 @@ impl<'a> Dealt<'a> {
             wide,
             launches: self.launches,
             tiles: self.tiles,
+            early: self.early,
             rest: self.rest,
             parts,
             end: self.end,

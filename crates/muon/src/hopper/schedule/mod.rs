@@ -29,6 +29,8 @@ pub(crate) struct Schedule {
     /// In pairs. Of each launch the first pair of every cluster, then what remains of the first cluster, of
     /// the second one, and so on.
     pub(crate) tiles: Vec<Tile>,
+    /// For each tile what can be loaded while the launch before ends.
+    pub(crate) early: Vec<Early>,
     /// For each launch where, among its pairs, those that remain of each cluster begin, and where they end.
     pub(crate) rest: Vec<i32>,
     /// For each matrix and each product how many parts of tiles there are. The last product is two:
@@ -46,6 +48,27 @@ pub(crate) struct Launch {
     pub(crate) tiles_from: usize,
     pub(crate) rest_from: usize,
     pub(crate) clusters: usize,
+}
+
+/// The operand of a tile that the launch before does not store, if one is: launches ahead of that have ended
+/// when this one starts. Laid out as `Early` in `kernels/hopper/products.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Early {
+    None,
+    A,
+    B,
+}
+
+impl Early {
+    /// After a launch that stores tiles of these stacks, or after normalization, which X is of.
+    fn of(product: &Product, stored: Option<&[Buffer]>) -> Self {
+        match stored {
+            Some(stored) if !stored.contains(&product.a) => Self::A,
+            Some(stored) if !stored.contains(&product.b) => Self::B,
+            _ => Self::None,
+        }
+    }
 }
 
 /// The most blocks that are loaded at once for a tile, as kernels are made for them. One for fewer has
@@ -116,12 +139,17 @@ impl Schedule {
     /// Floating-point operations of all tiles.
     pub(crate) fn flops(&self, program: &[Product], batch: Batch) -> u64 {
         let of = |tile: &Tile| {
-            let product = &program[usize::from(tile.product).min(program.len() - 1)];
+            let product = product_of(program, tile);
             let k = k_blocks(product, batch) * BLOCK as u64;
             2 * tile.elements(product.is_symmetric()) as u64 * k
         };
         self.tiles.iter().map(of).sum()
     }
+}
+
+/// The last product is two, of wide and of tall matrices.
+fn product_of<'a>(program: &'a [Product], tile: &Tile) -> &'a Product {
+    &program[usize::from(tile.product).min(program.len() - 1)]
 }
 
 /// The sum of a product's tiles goes over so many times 64.
@@ -211,6 +239,41 @@ mod tests {
                 assert!((1..=CLUSTERS).contains(&launch.clusters));
             }
             run(&schedule, method, wide);
+        }
+    }
+
+    #[test]
+    fn what_is_loaded_early_was_stored_ahead_of_the_launch_before() {
+        for (method, n, m) in [
+            (Method::Standard, 1024, 1024),
+            (Method::Gram, 1024, 4096),
+            (Method::Gram, 2048, 8192),
+        ] {
+            let program = program(method, &Coefficients::default().steps(5));
+            let schedule = schedule(method, 1, 0, n, m);
+            assert_eq!(schedule.early.len(), schedule.tiles.len());
+            let ends = schedule.launches.iter().skip(1).map(|next| next.tiles_from);
+            let ends = ends.chain([schedule.tiles.len()]);
+            let mut stored_last: Option<Vec<Buffer>> = None;
+            let mut found = [0; 3];
+            for (launch, end) in schedule.launches.iter().zip(ends) {
+                let tiles = launch.tiles_from..end;
+                for index in tiles.clone() {
+                    let product = product_of(&program, &schedule.tiles[index]);
+                    let early = schedule.early[index];
+                    found[early as usize] += 1;
+                    let is_new = |buffer| stored_last.as_ref().is_none_or(|s| s.contains(&buffer));
+                    match early {
+                        Early::None => assert!(is_new(product.a) && is_new(product.b)),
+                        Early::A => assert!(!is_new(product.a)),
+                        Early::B => assert!(!is_new(product.b)),
+                    }
+                }
+                let tiles = schedule.tiles[tiles].iter();
+                stored_last = Some(tiles.map(|tile| product_of(&program, tile).d).collect());
+            }
+            // R² has none; X is there when it is multiplied by Q.
+            assert!(found[Early::None as usize] > 0 && found[Early::B as usize] > 0);
         }
     }
 
