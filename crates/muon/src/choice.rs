@@ -190,7 +190,7 @@ mod tests {
             (1, 1024, 1024, "standard in tiles of 64 and 64, 15"),
             (1, 2048, 2048, "standard in tiles of 128 and 256, 15"),
             (1, 4096, 4096, "standard in tiles of 256 and 256, 15"),
-            (1, 1024, 4096, "gram in tiles of 64 and 128, 17"),
+            (1, 1024, 4096, "gram in tiles of 64 and 256, 17"),
             (1, 8192, 2048, "gram in tiles of 160 and 256, 17"),
             (12, 768, 768, "standard in tiles of 256 and 256, 1"),
             (12, 768, 3072, "gram in tiles of 256 and 256, 1"),

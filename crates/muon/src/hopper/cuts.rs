@@ -8,9 +8,6 @@ use super::tiles::{BLOCK, Pair, Region, Tile, Width};
 
 /// With more pairs there are so many rounds that other cuts gain nothing.
 const MOST_PAIRS_TO_CUT: usize = 3000;
-/// Of a product whose sums go over at most so many, two rounds of 128 columns end before one of 256,
-/// for the first stages of which all multiprocessors wait at once.
-const MOST_SHALLOW: usize = 1024;
 /// The most pairs that are halved, and the most bands that are narrowed, to fill a last round.
 const MOST_HALVED: usize = 66;
 const MOST_NARROW_BANDS: usize = 200;
@@ -39,13 +36,6 @@ impl Pieces {
     pub(crate) fn in_step(region: Region, batch: usize, clusters: usize, widest: Width) -> Self {
         let plain = Self::new(region, batch, Cut::plain(Width::W256));
         let count = plain.pairs.len();
-        let is_shallow = matches!(region, Region::Full { rows, .. } if rows <= MOST_SHALLOW);
-        if is_shallow
-            && widest == Width::W256
-            && (3 * clusters..=4 * clusters).contains(&(4 * count))
-        {
-            return Self::new(region, batch, Cut::plain(Width::W128));
-        }
         let mut least = plain.rounds(clusters).cost_with_loads();
         let mut best = plain;
         for cut in variations(region, batch, count) {
@@ -237,7 +227,7 @@ mod tests {
         }
         assert_eq!(full(256, 256, 1).width, Width::W64);
         assert_eq!(full(1024, 1024, 1).width, Width::W64);
-        assert_eq!(full(1024, 4096, 1).width, Width::W128);
+        assert_eq!(full(1024, 4096, 1).width, Width::W256);
         assert_eq!(full(2048, 2048, 1).width, Width::W256);
         assert_eq!(symmetric(768, 12).width, Width::W256);
         assert_eq!(full(768, 3072, 12).width, Width::W256);
