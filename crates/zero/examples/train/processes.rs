@@ -2,7 +2,8 @@
 
 use std::env;
 use std::ffi::OsString;
-use std::process::{Command, ExitCode};
+use std::process::{self, Command, ExitCode};
+use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
@@ -17,6 +18,10 @@ use crate::train::{self, Run};
 
 /// How long the other processes may go on when one has failed: they hear of it at once.
 const GRACE: Duration = Duration::from_secs(20);
+/// Tells a rank which process started it.
+const PARENT: &str = "POLARSHARD_TRAIN_PARENT";
+/// How often a rank looks after that process.
+const LOOK: Duration = Duration::from_millis(500);
 
 /// Starts a process a rank on this machine, with this one's options, and waits for all of them.
 pub(crate) fn spawn(world: WorldSize) -> Result<ExitCode> {
@@ -24,7 +29,9 @@ pub(crate) fn spawn(world: WorldSize) -> Result<ExitCode> {
     let arguments = for_ranks(env::args_os().skip(1));
     let family = launch::spawn(world, |_| {
         let mut command = Command::new(&executable);
-        command.args(&arguments);
+        command
+            .args(&arguments)
+            .env(PARENT, process::id().to_string());
         command
     })?;
     let exits = family.wait(GRACE)?;
@@ -48,6 +55,9 @@ pub(crate) fn train(launch: &Launch, options: &Options, text: &Text) -> Result<O
             arguments.join(" ")
         )
     };
+    if let Ok(parent) = env::var(PARENT) {
+        end_with(parent);
+    }
     let digest = options.digest(text);
     let (comm, device) = gpu::join(launch, digest).with_context(who)?;
     // On a thread of its own, for the size of its stack.
@@ -63,6 +73,22 @@ pub(crate) fn train(launch: &Launch, options: &Options, text: &Text) -> Result<O
         None => unreachable!("one rank has one outcome"),
     }
 }
+
+/// Ends this process when the one that started it has ended, whatever by: ranks that nobody waits for would keep
+/// their GPUs.
+#[cfg(unix)]
+fn end_with(parent: String) {
+    thread::spawn(move || {
+        while std::os::unix::process::parent_id().to_string() == parent {
+            thread::sleep(LOOK);
+        }
+        eprintln!("process {parent}, which started this rank, has ended");
+        process::exit(1);
+    });
+}
+
+#[cfg(not(unix))]
+fn end_with(_: String) {}
 
 /// The arguments without `--spawn N` and `--spawn=N`.
 fn for_ranks(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
@@ -89,5 +115,38 @@ mod tests {
         let given = "--device cuda --spawn 2 --lr=0.1 --spawn=3 --steps 7";
         let kept = for_ranks(given.split(' ').map(OsString::from));
         assert_eq!(kept.join(" ".as_ref()), "--device cuda --lr=0.1 --steps 7");
+    }
+
+    /// Started by a shell that ends at once, and by nothing else.
+    #[cfg(unix)]
+    #[test]
+    #[ignore = "the rank of the next test"]
+    fn a_rank_that_would_stay() {
+        end_with(env::var(PARENT).expect("a shell that started this"));
+        thread::sleep(Duration::from_secs(30));
+        eprintln!("nothing ended it");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_rank_ends_with_the_process_that_started_it() {
+        let executable = env::current_exe().unwrap();
+        let script = format!(
+            "{PARENT}=$$ \"$0\" --ignored --exact --nocapture {}a_rank_that_would_stay &",
+            concat!(module_path!(), "::").split_once("::").unwrap().1
+        );
+        // Until nobody has its end of the pipe any more, the rank included.
+        let mut shell = Command::new("sh");
+        let output = shell
+            .arg("-c")
+            .arg(script)
+            .arg(executable)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            said.contains("which started this rank, has ended"),
+            "{said}"
+        );
     }
 }
