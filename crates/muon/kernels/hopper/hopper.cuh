@@ -156,7 +156,8 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Lets the next kernel of the stream start its prologue.
+// Lets the next kernel of the stream start, when all blocks have come here or ended. It may come only after
+// `wait_for_predecessors`: then, when a kernel starts, all ahead of it have ended but the last.
 __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

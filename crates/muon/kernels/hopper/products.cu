@@ -318,7 +318,7 @@ struct Boxes {
 
 // Issues the loads of A, or those of B, of all tiles, from one lane: for small tiles a lane for both would not
 // keep up. What launches ahead of the last one have stored is loaded while that one ends: it waited for them
-// before it let this one start.
+// before it let this one start, so it is in the L2, which is where copies read.
 template <class Ring>
 __device__ __forceinline__ void load_operand(Ring ring, const Maps& maps, const Work& work,
                                              List list, uint32_t rank, bool of_a) {
@@ -669,6 +669,7 @@ template <class T, int kBlocks>
 __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   constexpr int kMaxColumns = kBlocks == 6 ? 256 : kBlocks == 4 ? 128 : 64;
   constexpr int kLoaders = kBlocks == 3 ? 2 : 1;
+  static_assert(kLoaders == 1 || kBlocks <= 4, "a lane loads at most four boxes");
   extern __shared__ uint8_t raw[];
   Ring<kBlocks> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
   const uint32_t rank = cluster_rank();

@@ -116,8 +116,8 @@ impl Kernel {
     ///
     /// # Safety
     /// The arguments are those of the kernel, in number, order and type; it stays within the memory
-    /// that they are of, and waits for its predecessors before it touches what they write. The stream's
-    /// context is bound to the thread.
+    /// that they are of, and waits for its predecessors before it touches what the last of them writes, and
+    /// before it lets the next kernel start. The stream's context is bound to the thread.
     pub(super) unsafe fn launch(&self, stream: &CudaStream) -> Result<()> {
         let mut early =
             attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);

@@ -242,39 +242,51 @@ mod tests {
         }
     }
 
+    /// Launches ahead of the last one have ended when one starts, and nothing else is known to have.
     #[test]
     fn what_is_loaded_early_was_stored_ahead_of_the_launch_before() {
-        for (method, n, m) in [
-            (Method::Standard, 1024, 1024),
-            (Method::Gram, 1024, 4096),
-            (Method::Gram, 2048, 8192),
-        ] {
-            let program = program(method, &Coefficients::default().steps(5));
-            let schedule = schedule(method, 1, 0, n, m);
-            assert_eq!(schedule.early.len(), schedule.tiles.len());
-            let ends = schedule.launches.iter().skip(1).map(|next| next.tiles_from);
-            let ends = ends.chain([schedule.tiles.len()]);
-            let mut stored_last: Option<Vec<Buffer>> = None;
-            let mut found = [0; 3];
-            for (launch, end) in schedule.launches.iter().zip(ends) {
-                let tiles = launch.tiles_from..end;
-                for index in tiles.clone() {
-                    let product = product_of(&program, &schedule.tiles[index]);
-                    let early = schedule.early[index];
-                    found[early as usize] += 1;
-                    let is_new = |buffer| stored_last.as_ref().is_none_or(|s| s.contains(&buffer));
-                    match early {
-                        Early::None => assert!(is_new(product.a) && is_new(product.b)),
-                        Early::A => assert!(!is_new(product.a)),
-                        Early::B => assert!(!is_new(product.b)),
+        let mut found = [0; 3];
+        for steps in 1..=7 {
+            let rows = Coefficients::default().steps(steps);
+            for (method, wide, tall, n, m) in [
+                (Method::Standard, 1, 0, 1024, 1024),
+                (Method::Standard, 0, 2, 640, 640),
+                (Method::Gram, 1, 0, 2048, 8192),
+                (Method::Gram, 2, 0, 768, 1536),
+                (Method::Gram, 0, 1, 1024, 4096),
+                (Method::Gram, 1, 2, 100, 1000),
+            ] {
+                let program = program(method, &rows);
+                let schedule = Schedule::new(&program, Batch { n, m, wide, tall }, CLUSTERS);
+                let ends = schedule.launches.iter().skip(1).map(|next| next.tiles_from);
+                let ends = ends.chain([schedule.tiles.len()]);
+                let launches = schedule.launches.iter().zip(ends);
+                let launches: Vec<_> = launches.map(|(l, end)| l.tiles_from..end).collect();
+                let stores = |launch: usize, buffer: Buffer| {
+                    let mut tiles = schedule.tiles[launches[launch].clone()].iter();
+                    tiles.any(|tile| product_of(&program, tile).d == buffer)
+                };
+                for (launch, tiles) in launches.iter().enumerate() {
+                    for index in tiles.clone() {
+                        let product = product_of(&program, &schedule.tiles[index]);
+                        let early = schedule.early[index];
+                        found[early as usize] += 1;
+                        let operand = match early {
+                            Early::None => continue,
+                            Early::A => product.a,
+                            Early::B => product.b,
+                        };
+                        let case = format!("{method}, {n} x {m}, {steps}: {operand:?} in {launch}");
+                        assert!(launch > 0, "{case}");
+                        assert!(!stores(launch - 1, operand), "{case}");
+                        assert!(!stores(launch, operand), "{case}");
+                        let is_there = (0..launch - 1).any(|before| stores(before, operand));
+                        assert!(is_there || operand == Buffer::X, "{case}");
                     }
                 }
-                let tiles = schedule.tiles[tiles].iter();
-                stored_last = Some(tiles.map(|tile| product_of(&program, tile).d).collect());
             }
-            // R² has none; X is there when it is multiplied by Q.
-            assert!(found[Early::None as usize] > 0 && found[Early::B as usize] > 0);
         }
+        assert!(found.iter().all(|count| *count > 0), "{found:?}");
     }
 
     /// The factors gathered in the fourth step are needed only after the fifth.
