@@ -156,15 +156,13 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Lets the next kernel of the stream start, when all blocks have come here or ended. It may come only after
-// `wait_for_predecessors`: then, when a kernel starts, all ahead of it have ended but the last.
-__device__ __forceinline__ void launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Waits until the kernels before this one have ended and their writes are visible.
-__device__ __forceinline__ void wait_for_predecessors() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+// Waits until the kernels before this one have ended and their writes are visible, and only then lets the
+// next one start: so when a kernel starts, all but the last one ahead of it have ended.
+__device__ __forceinline__ void take_turn() {
+  asm volatile(
+      "griddepcontrol.wait;\n"
+      "griddepcontrol.launch_dependents;" ::
+          : "memory");
 }
 
 // ---- Bulk copies ----

@@ -158,8 +158,7 @@ __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, i
   const int64_t stride = int64_t{gridDim.x} * kThreads * kVector;
   Squares mine{kNoExponent, 0};
   // At once: the kernel before may still write these matrices, or read the counts that are set here.
-  wait_for_predecessors();
-  launch_dependents();
+  take_turn();
   for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector; i < elements;
        i += kMeasured * stride) {
     Vector<T> vectors[kMeasured];
@@ -252,8 +251,7 @@ __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squa
     }
   };
   load();  // `measure` lets this start once what went before it has ended, so the matrices are there
-  wait_for_predecessors();
-  launch_dependents();
+  take_turn();
   const Normalizer normalized(sum_of_parts(parts, parts_of_matrix, index));
   while (true) {
 #pragma unroll
@@ -298,8 +296,7 @@ __device__ __forceinline__ void normalize(const Addresses& from, U* out, Squares
   const int64_t stride = int64_t{gridDim.x} * kThreads * kVector;
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector;
   Vector<T> vectors[kMeasured];
-  wait_for_predecessors();
-  launch_dependents();
+  take_turn();
 #pragma unroll
   for (int j = 0; j < kMeasured; ++j) {
     const int64_t i = first + j * stride;
@@ -324,8 +321,7 @@ __device__ __forceinline__ void divide_transposed(const Addresses& from, U* out,
                                                   int rows, int cols, int pitch) {
   constexpr int kSide = 64, kPitch = kSide + 2;  // one word more a row keeps columns off one bank
   __shared__ U tile[kSide * kPitch];
-  wait_for_predecessors();
-  launch_dependents();
+  take_turn();
   const Normalizer normalized(sum_of_parts(parts, parts_of_matrix, blockIdx.y));
 
   bool aligned;
@@ -388,8 +384,7 @@ __device__ __forceinline__ void store_vector(U* to, const Vector<T>& x) {
 // T is one of U.
 template <class T, class U>
 __device__ __forceinline__ void unpad(const T* stack, U* out, int rows, int cols, int pitch) {
-  wait_for_predecessors();
-  launch_dependents();
+  take_turn();
   const T* from = stack + int64_t{blockIdx.y} * rows * pitch;
   U* to = out + int64_t{blockIdx.y} * rows * cols;
   const uint32_t vectors_of_row = pitch / kVector;

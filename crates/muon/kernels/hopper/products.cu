@@ -17,10 +17,10 @@
 //
 // Two blocks make a cluster, which works off a list of pairs of tiles (`Task`), one tile a block.
 // The host deals the pairs of all products to the clusters. A tile has 128 rows, 64 for each of two
-// consumer warpgroups, and 64, 128, 160, 192 or 256 columns; `Shape` tells of others. Where the two tiles of a pair start at the
-// same column they share B: each block loads half of it for both. A tile on the diagonal may be
-// narrower than what it loads. A third warpgroup issues all loads, through a ring of stages with 64 of
-// K each.
+// consumer warpgroups, and 64, 128, 160, 192 or 256 columns; `Shape` tells of others. Where the two
+// tiles of a pair start at the same column they share B: each block loads half of it for both. A tile
+// on the diagonal may be narrower than what it loads. One lane of a third warpgroup issues all loads,
+// two where tiles have 64 columns, through a ring of stages with 64 of K each.
 //
 // A product of one matrix waits for others of the same matrix and for nothing else, so the matrices
 // of a batch need not keep step. `left` counts, for each matrix and product, the warpgroups' parts of
@@ -81,12 +81,12 @@ struct alignas(16) Product {
   int waits[kMostWaits];
 };
 
-// The operand of a tile that the launch before does not store, if one is.
-enum class Early : uint8_t { kNone, kA, kB };
+// An operand of a tile that the launch before does not store.
+enum class Early : uint8_t { kNeither, kA, kB };
 
-// A tile, with what it takes of its product to load and to store it. `a`, `b` and `d` are indices of maps; D is
-// neither A nor B. `k_blocks` is the number of columns of A in blocks of 64, rounded up, `place` that of
-// the matrix in D's stack.
+// A tile, with what it takes of its product to load and to store it. `a`, `b` and `d` are indices of
+// maps; D is neither A nor B. `k_blocks` is the number of columns of A in blocks of 64, rounded up,
+// `place` that of the matrix in D's stack. `early` is for `load_operand` alone.
 struct alignas(16) Task {
   Tile tile;
   Op op;
@@ -97,7 +97,8 @@ struct alignas(16) Task {
 };
 
 // As the host lays them out.
-static_assert(sizeof(Tile) == 16 && sizeof(Product) == 32 && sizeof(Task) == 32);
+static_assert(sizeof(Tile) == 16 && sizeof(Product) == 32 && sizeof(Task) == 32 &&
+              offsetof(Task, early) == 28);
 
 // X, Y, R, Z, Q, T, S, and the results of wide and of tall matrices.
 constexpr int kMaps = 9;
@@ -188,7 +189,8 @@ __device__ __forceinline__ void wait_for_products(const Work& work, const Produc
   fence_for_copy_engine_everywhere();
 }
 
-// The blocks that a tile takes of A and B for each 64 of K, and those of B that this block of the pair loads.
+// How many blocks of 64 × 64 a tile takes of A and of B for each 64 of K, and which of B's this half of
+// the cluster loads.
 struct Extent {
   int a_blocks, a_step;
   int b_blocks, b_first, b_step;
@@ -205,8 +207,8 @@ struct Extent {
   __device__ __forceinline__ uint32_t bytes() const { return (a_blocks + b_blocks) * kBlockBytes; }
 };
 
-// Of what product of what matrix the last tile was: the next one of the same need not wait again.
-struct Turns {
+// The product and matrix that were waited for last: the next tile of the same need not wait.
+struct Awaited {
   int product = -1, matrix = -1;
 
   // Before the loads of a tile.
@@ -218,19 +220,19 @@ struct Turns {
   }
 };
 
-// Issues the loads of all tiles, from one lane. Neither is it faster unrolled, nor with more lanes.
+// Issues the loads of all tiles, from one lane. For tiles wider than 64 columns it is slower unrolled, and
+// slower from a lane for A and one for B (README.md): so it does not use `Boxes`.
 template <class Ring>
 __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& work, List list,
                                      uint32_t rank) {
-  Turns turns;
-  wait_for_predecessors();
-  launch_dependents();
+  Awaited awaited;
+  take_turn();
   while (true) {
     const Tile& tile = list.task.tile;
     const TensorMap *map_a = &maps.of[list.task.a], *map_b = &maps.of[list.task.b];
     const bool symmetric = list.task.op == Op::kSymmetric;
     const int k_blocks = list.task.k_blocks;
-    turns.wait(work, tile);
+    awaited.wait(work, tile);
     const Extent extent(tile, rank);
     for (int k = 0; k < k_blocks; ++k) {
       barrier_wait(ring.empty(), ring.parity ^ 1);
@@ -260,13 +262,16 @@ __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& wo
   }
 }
 
-// What a block loads of A, or of B, for each 64 of K of a tile: boxes from `across` on, which is where they
-// are along the dimension that is not K, and from byte `at` of a stage on.
+constexpr int kMostBoxes = 4;  // of one operand of a tile
+
+// What a block loads of A, or of B, for each 64 of K of a tile. `across` is where the first box is along
+// the dimension that is not K, `at` where it goes in a stage, in bytes; `step` and `apart` lead to the
+// next one.
 struct Boxes {
   const TensorMap* map;
   int count, across, step, matrix;
   uint32_t at, apart;
-  bool runs_down;  // with K, instead of along the columns
+  bool runs_down;  // K runs down the operand's rows, not along its columns
   bool to_both;
   bool is_early;
   uint32_t bytes;  // of both operands, which one of the loaders tells the barrier
@@ -303,7 +308,7 @@ struct Boxes {
     barrier_expect(ring.full(), bytes);
     const uint32_t to = ring.block(0) + at;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kMostBoxes; ++i) {
       if (i >= count) break;
       const int x = runs_down ? across + i * step : k * kBlock;
       const int y = runs_down ? k * kBlock : across + i * step;
@@ -316,13 +321,13 @@ struct Boxes {
   }
 };
 
-// Issues the loads of A, or those of B, of all tiles, from one lane: for small tiles a lane for both would not
-// keep up. What launches ahead of the last one have stored is loaded while that one ends: it waited for them
-// before it let this one start, so it is in the L2, which is where copies read.
+// Issues the loads of A, or those of B, of all tiles, from one lane. What earlier launches stored is
+// loaded while the launch before ends: that one waited for them before it let this one start, so it is
+// in the L2, where copies read.
 template <class Ring>
 __device__ __forceinline__ void load_operand(Ring ring, const Maps& maps, const Work& work,
                                              List list, uint32_t rank, bool of_a) {
-  Turns turns;
+  Awaited awaited;
   Boxes boxes(maps, list.task, rank, of_a);
   int k = 0;
   if (boxes.is_early) {
@@ -331,10 +336,9 @@ __device__ __forceinline__ void load_operand(Ring ring, const Maps& maps, const 
       ring.advance();
     }
   }
-  wait_for_predecessors();
-  launch_dependents();
+  take_turn();
   while (true) {
-    turns.wait(work, list.task.tile);
+    awaited.wait(work, list.task.tile);
     for (; k < list.task.k_blocks; ++k) {
       barrier_wait(ring.empty(), ring.parity ^ 1);
       boxes.load(ring, k);
@@ -668,8 +672,9 @@ __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const 
 template <class T, int kBlocks>
 __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   constexpr int kMaxColumns = kBlocks == 6 ? 256 : kBlocks == 4 ? 128 : 64;
+  // One lane's loop takes longer than the sums of a tile of 64 columns.
   constexpr int kLoaders = kBlocks == 3 ? 2 : 1;
-  static_assert(kLoaders == 1 || kBlocks <= 4, "a lane loads at most four boxes");
+  static_assert(kLoaders == 1 || kBlocks <= kMostBoxes);
   extern __shared__ uint8_t raw[];
   Ring<kBlocks> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
   const uint32_t rank = cluster_rank();
@@ -679,7 +684,7 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   if (warp_index() == 0 && elect()) {
     for (int i = 0; i < kMaps; ++i) prefetch_map(&maps.of[i]);
     for (Ring<kBlocks> r = ring; r.parity == 0; r.advance()) {
-      barrier_init(r.full(), kLoaders);
+      barrier_init(r.full(), kLoaders);  // each arrives, and one tells how many bytes will come
       barrier_init(r.empty(), 2 * kWarpgroups);  // the consumers of both blocks
     }
     barrier_init_fence();

@@ -143,6 +143,7 @@ fn gram(rows: &[[f64; 3]]) -> Vec<Product> {
         let gram_is_needed = step + 1 < rows.len() && step + 1 != RESTART;
         if gram_is_needed {
             program.push(product(Buffer::R, z, t, a, 0.0, 0.0));
+            // Z is there before the launch of RZ, and of A more is loaded than of B.
             program.push(product(z, t, Buffer::R, 0.0, a, 0.0));
         }
         // The next polynomial overwrites t, so that it does not wait for factors to be gathered.

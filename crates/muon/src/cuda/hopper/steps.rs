@@ -49,7 +49,7 @@ pub(super) struct Step {
     first: i32,
 }
 
-/// A tile with what it takes to load it, laid out as `Task` in `kernels/hopper/products.cu`.
+/// A tile with what it takes to load and to store it, laid out as `Task` in `kernels/hopper/products.cu`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(16))]
 pub(super) struct Task {
@@ -66,7 +66,11 @@ pub(super) struct Task {
 
 // SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
 unsafe impl DeviceRepr for Task {}
-const _: () = assert!(size_of::<Task>() == 32 && std::mem::offset_of!(Task, op) == 16);
+const _: () = assert!(
+    size_of::<Task>() == 32
+        && std::mem::offset_of!(Task, op) == 16
+        && std::mem::offset_of!(Task, early) == 28
+);
 
 impl Step {
     /// With a tile of this product.

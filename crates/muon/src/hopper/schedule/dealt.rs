@@ -52,6 +52,8 @@ pub(super) struct Dealt<'a> {
     launches: Vec<Launch>,
     tiles: Vec<Tile>,
     early: Vec<Early>,
+    /// The stacks of which the last launch stores tiles, if there is one.
+    stored: Option<Vec<Buffer>>,
     rest: Vec<i32>,
     pub(super) end: u64,
 }
@@ -65,21 +67,22 @@ impl<'a> Dealt<'a> {
             launches: Vec::new(),
             tiles: Vec::new(),
             early: Vec::new(),
+            stored: None,
             rest: Vec::new(),
             end: 0,
         }
     }
 
     pub(super) fn push(&mut self, clusters: &Clusters) {
-        let stored = self.stored_last();
         let lists = clusters.lists.iter().filter_map(|list| list.split_first());
         let lists: Vec<_> = lists.collect();
+        let tiles_from = self.tiles.len();
         self.launches.push(Launch {
             stage: Stage::of(lists.iter().flat_map(|(first, rest)| {
                 let rest = rest.iter().flatten();
                 first.iter().chain(rest)
             })),
-            tiles_from: self.tiles.len(),
+            tiles_from,
             rest_from: self.rest.len(),
             clusters: lists.len(),
         });
@@ -93,24 +96,14 @@ impl<'a> Dealt<'a> {
             pairs += rest.len();
             self.rest.push(pairs as i32);
         }
-        let of_launch = self.tiles[self.early.len()..].iter();
-        let early = of_launch.map(|tile| Early::of(self.product(tile), stored.as_deref()));
-        let early: Vec<_> = early.collect();
-        self.early.extend(early);
+        let tiles = self.tiles[tiles_from..].iter();
+        let products: Vec<_> = tiles.map(|tile| self.product(tile)).collect();
+        let early = |product: &&Product| Early::of(product, self.stored.as_deref());
+        self.early.extend(products.iter().map(early));
+        let mut stored: Vec<_> = products.iter().map(|product| product.d).collect();
+        stored.dedup();
+        self.stored = Some(stored);
         self.end += clusters.end;
-    }
-
-    /// The stacks of which the last launch stores tiles, if there is one.
-    fn stored_last(&self) -> Option<Vec<Buffer>> {
-        let last = self.launches.last()?;
-        let tiles = self.tiles[last.tiles_from..].iter();
-        let mut stored = Vec::new();
-        for buffer in tiles.map(|tile| self.product(tile).d) {
-            if !stored.contains(&buffer) {
-                stored.push(buffer);
-            }
-        }
-        Some(stored)
     }
 
     fn product(&self, tile: &Tile) -> &'a Product {
@@ -118,7 +111,7 @@ impl<'a> Dealt<'a> {
     }
 
     pub(super) fn into_schedule(self) -> Schedule {
-        // The last product is two, of wide and of tall matrices.
+        // As `product_of` has them.
         let products = self.program.len() + 1;
         let mut parts = vec![0; self.matrices * products];
         let (mut square, mut wide) = (0, 0);

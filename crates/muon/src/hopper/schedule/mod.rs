@@ -29,7 +29,7 @@ pub(crate) struct Schedule {
     /// In pairs. Of each launch the first pair of every cluster, then what remains of the first cluster, of
     /// the second one, and so on.
     pub(crate) tiles: Vec<Tile>,
-    /// For each tile what can be loaded while the launch before ends.
+    /// For each tile what can be loaded while the launch before ends. Only kernels of [`Stage::Of3`] do.
     pub(crate) early: Vec<Early>,
     /// For each launch where, among its pairs, those that remain of each cluster begin, and where they end.
     pub(crate) rest: Vec<i32>,
@@ -50,23 +50,23 @@ pub(crate) struct Launch {
     pub(crate) clusters: usize,
 }
 
-/// The operand of a tile that the launch before does not store, if one is: launches ahead of that have ended
-/// when this one starts. Laid out as `Early` in `kernels/hopper/products.cu`.
+/// An operand of a tile that the launch before does not store: earlier launches have ended when this one
+/// starts. A, if it stores neither. Laid out as `Early` in `kernels/hopper/products.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Early {
-    None,
+    Neither,
     A,
     B,
 }
 
 impl Early {
-    /// After a launch that stores tiles of these stacks, or after normalization, which X is of.
+    /// In a launch after one that stores tiles of these stacks, or after normalization, which stores X.
     fn of(product: &Product, stored: Option<&[Buffer]>) -> Self {
         match stored {
             Some(stored) if !stored.contains(&product.a) => Self::A,
             Some(stored) if !stored.contains(&product.b) => Self::B,
-            _ => Self::None,
+            _ => Self::Neither,
         }
     }
 }
@@ -242,7 +242,28 @@ mod tests {
         }
     }
 
-    /// Launches ahead of the last one have ended when one starts, and nothing else is known to have.
+    #[test]
+    fn operands_that_are_there_already_are_loaded_early() {
+        use Early::{A, B, Neither};
+        let early = |method, m| {
+            let schedule = schedule(method, 1, 0, 1024, m);
+            assert_eq!(schedule.early.len(), schedule.tiles.len());
+            let of = |launch: &Launch| schedule.early[launch.tiles_from];
+            schedule.launches.iter().map(of).collect::<Vec<_>>()
+        };
+        // X Xᵀ, R², ZX.
+        let step = [Neither, Neither, B];
+        assert_eq!(early(Method::Standard, 1024), step.repeat(5));
+        // X Xᵀ, then R², RZ and Z(RZ) for each step, factors gathered beside the last ones, and QX.
+        let until_restart = [Neither, Neither, A, A, Neither, A, B];
+        let after_restart = [Neither, Neither, A, A, Neither, A, A, Neither, A, B];
+        assert_eq!(
+            early(Method::Gram, 4096),
+            [&until_restart[..], &after_restart].concat()
+        );
+    }
+
+    /// Earlier launches than the one before have ended when one starts, and nothing else is known to have.
     #[test]
     fn what_is_loaded_early_was_stored_ahead_of_the_launch_before() {
         let mut found = [0; 3];
@@ -272,7 +293,7 @@ mod tests {
                         let early = schedule.early[index];
                         found[early as usize] += 1;
                         let operand = match early {
-                            Early::None => continue,
+                            Early::Neither => continue,
                             Early::A => product.a,
                             Early::B => product.b,
                         };
