@@ -347,7 +347,7 @@ pub enum Error {
         done: usize,
     },
     /// A file of a checkpoint cannot be written, read or understood.
-    #[error("the checkpoint file `{}` cannot be written, read or understood", path.display())]
+    #[error("the checkpoint file `{}`: {source}", path.display())]
     Checkpoint {
         /// The file.
         path: PathBuf,

@@ -268,6 +268,16 @@ fn what_cannot_be_loaded_is_named_and_changes_nothing() -> Result<()> {
         );
     }
 
+    // No checkpoint: which file, and why not.
+    let index = folder.path().join("none").join("index.json");
+    let errors = refused(&model, &folder.path().join("none"))?;
+    let why = fs::read(&index).expect_err("no such file");
+    let named = format!("the checkpoint file `{}`: {why}", index.display());
+    assert!(
+        errors.iter().any(|error| error.to_string() == named),
+        "{errors:?}"
+    );
+
     // A truncated file.
     let file = fs::read_dir(folder.path())?
         .filter_map(|entry| Some(entry.ok()?.path()))

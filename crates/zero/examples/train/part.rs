@@ -28,8 +28,8 @@ impl Part {
                 launch.world()
             ),
             (DeviceKind::Cpu, Some(count), None) => bail!(
-                "--spawn {count} starts a process a rank, which needs --device cuda; on the CPU the ranks are threads, \
-                 as many as --world says"
+                "--spawn {count} starts a process a rank, which needs --device cuda and a build with --features nccl; \
+                 on the CPU the ranks are threads, as many as --world says"
             ),
             (DeviceKind::Cpu, None, Some(launch)) => bail!(
                 "a launcher started this process as rank {} of {}, and on the CPU the ranks are threads of one process: \
