@@ -6,7 +6,7 @@ use crate::Method;
 use crate::iteration::RESTART;
 
 /// A stack of the workspace: X and Y are n × m, the others n × n and symmetric.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Buffer {
     X,
     Y,

@@ -9,6 +9,7 @@ use cudarc::driver::{CudaFunction, CudaSlice, CudaStream, DevicePtr};
 use super::kernel::{Grid, Kernel, Plain};
 use super::modules::Modules;
 use super::steps::{Factors, Maps, Step, Task};
+use crate::hopper::program::Product;
 use crate::hopper::schedule::{Early, Launch, Schedule};
 use crate::hopper::tiles::Tile;
 
@@ -57,6 +58,7 @@ impl Iterate {
         device: &CudaDevice,
         modules: &Modules,
         dtype: DType,
+        program: &[Product],
         steps: &[Step],
         schedule: &Schedule,
         maps: &Maps,
@@ -64,10 +66,10 @@ impl Iterate {
         let product_count = steps.len() as i32;
         let is_counted = schedule.launches.len() == 1;
         let factors: Vec<_> = steps.iter().map(|step| step.factors).collect();
-        let tiles = schedule.tiles.iter().zip(&schedule.early);
-        let task = |(tile, early): (&Tile, &Early)| {
+        let tiles = schedule.tiles.iter().zip(schedule.early(program));
+        let task = |(tile, early): (&Tile, Early)| {
             let step = &steps[usize::from(tile.product)];
-            step.task(*tile, *early)
+            step.task(*tile, early)
         };
         let products = device.clone_htod(&factors)?;
         let tasks = device.clone_htod(&tiles.map(task).collect::<Vec<_>>())?;

@@ -51,7 +51,9 @@ impl Prepared {
         let steps = stacks.steps(&program);
         let results = stacks.results(&program);
         let maps = stacks.maps(results, kind.dtype)?;
-        let iterate = Iterate::new(device, modules, kind.dtype, &steps, &schedule, &maps)?;
+        let iterate = Iterate::new(
+            device, modules, kind.dtype, &program, &steps, &schedule, &maps,
+        )?;
         let parts = base + stacks.workspace.parts as u64;
         let x = stacks.all(Buffer::X);
         Ok(Self {

@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::{Early, Launch, Schedule, Stage, product_of};
-use crate::hopper::program::{Buffer, Product};
+use super::{Launch, Schedule, Stage, product_of};
+use crate::hopper::program::Product;
 use crate::hopper::tiles::{Pair, Tile};
 
 /// What was dealt to each cluster, and when each is free.
@@ -51,9 +51,6 @@ pub(super) struct Dealt<'a> {
     matrices: usize,
     launches: Vec<Launch>,
     tiles: Vec<Tile>,
-    early: Vec<Early>,
-    /// The stacks of which the last launch stores tiles, if there is one.
-    stored: Option<Vec<Buffer>>,
     rest: Vec<i32>,
     pub(super) end: u64,
 }
@@ -66,8 +63,6 @@ impl<'a> Dealt<'a> {
             matrices,
             launches: Vec::new(),
             tiles: Vec::new(),
-            early: Vec::new(),
-            stored: None,
             rest: Vec::new(),
             end: 0,
         }
@@ -76,13 +71,12 @@ impl<'a> Dealt<'a> {
     pub(super) fn push(&mut self, clusters: &Clusters) {
         let lists = clusters.lists.iter().filter_map(|list| list.split_first());
         let lists: Vec<_> = lists.collect();
-        let tiles_from = self.tiles.len();
         self.launches.push(Launch {
             stage: Stage::of(lists.iter().flat_map(|(first, rest)| {
                 let rest = rest.iter().flatten();
                 first.iter().chain(rest)
             })),
-            tiles_from,
+            tiles_from: self.tiles.len(),
             rest_from: self.rest.len(),
             clusters: lists.len(),
         });
@@ -96,18 +90,7 @@ impl<'a> Dealt<'a> {
             pairs += rest.len();
             self.rest.push(pairs as i32);
         }
-        let tiles = self.tiles[tiles_from..].iter();
-        let products: Vec<_> = tiles.map(|tile| self.product(tile)).collect();
-        let early = |product: &&Product| Early::of(product, self.stored.as_deref());
-        self.early.extend(products.iter().map(early));
-        let mut stored: Vec<_> = products.iter().map(|product| product.d).collect();
-        stored.dedup();
-        self.stored = Some(stored);
         self.end += clusters.end;
-    }
-
-    fn product(&self, tile: &Tile) -> &'a Product {
-        product_of(self.program, tile)
     }
 
     pub(super) fn into_schedule(self) -> Schedule {
@@ -118,7 +101,7 @@ impl<'a> Dealt<'a> {
         for tile in &self.tiles {
             let product = usize::from(tile.product);
             parts[tile.matrix as usize * products + product] += tile.warpgroups();
-            let is_square = self.product(tile).is_symmetric();
+            let is_square = product_of(self.program, tile).is_symmetric();
             let most = if is_square { &mut square } else { &mut wide };
             *most = tile.columns().max(*most);
         }
@@ -127,7 +110,6 @@ impl<'a> Dealt<'a> {
             wide,
             launches: self.launches,
             tiles: self.tiles,
-            early: self.early,
             rest: self.rest,
             parts,
             end: self.end,

@@ -4,6 +4,9 @@ mod dealt;
 mod dependent;
 mod launches;
 
+use std::collections::BTreeSet;
+use std::ops::Range;
+
 use super::cuts::Pieces;
 use super::program::{Buffer, Product};
 use super::tiles::{BLOCK, Region, Tile, Width};
@@ -29,8 +32,6 @@ pub(crate) struct Schedule {
     /// In pairs. Of each launch the first pair of every cluster, then what remains of the first cluster, of
     /// the second one, and so on.
     pub(crate) tiles: Vec<Tile>,
-    /// For each tile what can be loaded while the launch before ends. Only kernels of [`Stage::Of3`] do.
-    pub(crate) early: Vec<Early>,
     /// For each launch where, among its pairs, those that remain of each cluster begin, and where they end.
     pub(crate) rest: Vec<i32>,
     /// For each matrix and each product how many parts of tiles there are. The last product is two:
@@ -62,7 +63,7 @@ pub(crate) enum Early {
 
 impl Early {
     /// In a launch after one that stores tiles of these stacks, or after normalization, which stores X.
-    fn of(product: &Product, stored: Option<&[Buffer]>) -> Self {
+    fn of(product: &Product, stored: Option<&BTreeSet<Buffer>>) -> Self {
         match stored {
             Some(stored) if !stored.contains(&product.a) => Self::A,
             Some(stored) if !stored.contains(&product.b) => Self::B,
@@ -134,6 +135,29 @@ impl Schedule {
             }
         }
         best
+    }
+
+    /// For each tile what can be loaded while the launch before ends. Only kernels of [`Stage::Of3`] do.
+    pub(crate) fn early(&self, program: &[Product]) -> Vec<Early> {
+        let mut early = Vec::with_capacity(self.tiles.len());
+        let mut stored: Option<BTreeSet<Buffer>> = None;
+        for tiles in self.tiles_of_launches() {
+            let products = self.tiles[tiles]
+                .iter()
+                .map(|tile| product_of(program, tile));
+            let of = |product: &Product| Early::of(product, stored.as_ref());
+            early.extend(products.clone().map(of));
+            stored = Some(products.map(|product| product.d).collect());
+        }
+        early
+    }
+
+    /// Where among all tiles those of each launch are.
+    fn tiles_of_launches(&self) -> impl Iterator<Item = Range<usize>> {
+        let ends = self.launches.iter().skip(1).map(|next| next.tiles_from);
+        let ends = ends.chain([self.tiles.len()]);
+        let launches = self.launches.iter().zip(ends);
+        launches.map(|(launch, end)| launch.tiles_from..end)
     }
 
     /// Floating-point operations of all tiles.
@@ -247,8 +271,9 @@ mod tests {
         use Early::{A, B, Neither};
         let early = |method, m| {
             let schedule = schedule(method, 1, 0, 1024, m);
-            assert_eq!(schedule.early.len(), schedule.tiles.len());
-            let of = |launch: &Launch| schedule.early[launch.tiles_from];
+            let early = schedule.early(&program(method, &Coefficients::default().steps(5)));
+            assert_eq!(early.len(), schedule.tiles.len());
+            let of = |launch: &Launch| early[launch.tiles_from];
             schedule.launches.iter().map(of).collect::<Vec<_>>()
         };
         // X Xᵀ, R², ZX.
@@ -279,10 +304,8 @@ mod tests {
             ] {
                 let program = program(method, &rows);
                 let schedule = Schedule::new(&program, Batch { n, m, wide, tall }, CLUSTERS);
-                let ends = schedule.launches.iter().skip(1).map(|next| next.tiles_from);
-                let ends = ends.chain([schedule.tiles.len()]);
-                let launches = schedule.launches.iter().zip(ends);
-                let launches: Vec<_> = launches.map(|(l, end)| l.tiles_from..end).collect();
+                let all_early = schedule.early(&program);
+                let launches: Vec<_> = schedule.tiles_of_launches().collect();
                 let stores = |launch: usize, buffer: Buffer| {
                     let mut tiles = schedule.tiles[launches[launch].clone()].iter();
                     tiles.any(|tile| product_of(&program, tile).d == buffer)
@@ -290,7 +313,7 @@ mod tests {
                 for (launch, tiles) in launches.iter().enumerate() {
                     for index in tiles.clone() {
                         let product = product_of(&program, &schedule.tiles[index]);
-                        let early = schedule.early[index];
+                        let early = all_early[index];
                         found[early as usize] += 1;
                         let operand = match early {
                             Early::Neither => continue,
