@@ -6,10 +6,11 @@
 //   apply_transposed: D = the transpose of that, m × n
 //
 // `symmetric` serves R = X Xᵀ (A = B = X, n × m) and the products of symmetric, commuting A and B.
-// It computes the tiles on and below the diagonal, and stores each twice, the second time
-// transposed, so that D equals its transpose bit for bit. In Newton-Schulz what is added is always
-// one of the factors. Its tile passes through shared memory as a part of the sum over K, and is
-// picked up there: nothing else is loaded.
+// It computes the tiles on and below the diagonal. What lies above it is loaded from below, with rows
+// for columns, and multiplied as it lies; only near the diagonal, where a tile's rows and columns of A
+// and B would need both, is it stored as well. So D equals its transpose bit for bit.
+// In Newton-Schulz what is added is always one of the factors. Its tile passes through shared memory
+// as a part of the sum over K, and is picked up there: nothing else is loaded.
 //
 // All matrices are row-major with a pitch of a multiple of 16 bytes. Each stack has one tensor map
 // (columns, rows, matrices of the stack), with boxes of 64 × 64 × 1 elements in the 128-byte
@@ -86,19 +87,24 @@ enum class Early : uint8_t { kNeither, kA, kB };
 
 // A tile, with what it takes of its product to load and to store it. `a`, `b` and `d` are indices of
 // maps; D is neither A nor B. `k_blocks` is the number of columns of A in blocks of 64, rounded up,
-// `place` that of the matrix in D's stack. `early` is for `load_operand` alone.
+// `place` that of the matrix in D's stack. Up to its block `a_down` K runs along the rows of A, and from
+// there on down its columns, and so for B, where that is no later. `early` is for `load_operand` alone.
 struct alignas(16) Task {
   Tile tile;
-  Op op;
+  Op op : 4;
+  Early early : 4;
   uint8_t a, b, d;
   int k_blocks;
   int place;
-  Early early;
+  uint32_t down;  // a_down and, in the upper half, b_down: one register, where two would be spilled
+
+  __device__ __forceinline__ int a_down() const { return down & 0xFFFF; }
+  __device__ __forceinline__ int b_down() const { return down >> 16; }
 };
 
 // As the host lays them out.
 static_assert(sizeof(Tile) == 16 && sizeof(Product) == 32 && sizeof(Task) == 32 &&
-              offsetof(Task, early) == 28);
+              offsetof(Task, down) == 28);
 
 // X, Y, R, Z, Q, T, S, and the results of wide and of tall matrices.
 constexpr int kMaps = 9;
@@ -142,6 +148,7 @@ struct List {
 };
 
 constexpr int kBlock = 64;  // side of what a tensor map's box holds
+constexpr int kNear = 3;    // so many blocks right of the diagonal's are stored (src/hopper/triangle.rs)
 constexpr uint32_t kBlockBytes = kBlock * kBlock * 2;
 constexpr int kWarpgroups = 2;  // that compute
 constexpr int kWarpgroupThreads = 128;
@@ -220,6 +227,17 @@ struct Awaited {
   }
 };
 
+// Calls `until(end, whether K runs down A, whether down B)` for the parts of the sum over K, one after the
+// other. Down X of QX it always runs, so the first part is of symmetric products alone.
+template <bool kMayBeSymmetric, class Until>
+__device__ __forceinline__ void in_order_of_k(const Task& task, const Until& until) {
+  constexpr std::false_type along;
+  constexpr std::true_type down;
+  if constexpr (kMayBeSymmetric) until(min(task.k_blocks, task.b_down()), along, along);
+  until(min(task.k_blocks, task.a_down()), along, down);
+  until(task.k_blocks, down, down);
+}
+
 // Issues the loads of all tiles, from one lane. For tiles wider than 64 columns it is slower unrolled, and
 // slower from a lane for A and one for B (README.md): so it does not use `Boxes`.
 template <class Ring>
@@ -230,33 +248,37 @@ __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& wo
   while (true) {
     const Tile& tile = list.task.tile;
     const TensorMap *map_a = &maps.of[list.task.a], *map_b = &maps.of[list.task.b];
-    const bool symmetric = list.task.op == Op::kSymmetric;
-    const int k_blocks = list.task.k_blocks;
     awaited.wait(work, tile);
     const Extent extent(tile, rank);
-    for (int k = 0; k < k_blocks; ++k) {
-      barrier_wait(ring.empty(), ring.parity ^ 1);
-      barrier_expect(ring.full(), extent.bytes());
-      // B first, since the peer waits for it too.
+    int k = 0;
+    const auto load_until = [&](int end, auto a_is_down, auto b_is_down) {
+      for (; k < end; ++k) {
+        barrier_wait(ring.empty(), ring.parity ^ 1);
+        barrier_expect(ring.full(), extent.bytes());
+        // B first, since the peer waits for it too.
 #pragma unroll 1
-      for (int c = extent.b_first; c < extent.b_blocks; c += extent.b_step) {
-        const int along_n = tile.column + c * kBlock;
-        const int column = symmetric ? k * kBlock : along_n;
-        const int row = symmetric ? along_n : k * kBlock;
-        const uint32_t to = ring.block(extent.a_blocks + c);
-        if (tile.shared) {
-          load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
-        } else {
-          load_box(to, map_b, ring.full(), column, row, tile.matrix);
+        for (int c = extent.b_first; c < extent.b_blocks; c += extent.b_step) {
+          const int across = tile.column + c * kBlock;
+          const int column = b_is_down.value ? across : k * kBlock;
+          const int row = b_is_down.value ? k * kBlock : across;
+          const uint32_t to = ring.block(extent.a_blocks + c);
+          if (tile.shared) {
+            load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
+          } else {
+            load_box(to, map_b, ring.full(), column, row, tile.matrix);
+          }
         }
-      }
 #pragma unroll 1
-      for (int i = 0; i < extent.a_blocks; ++i) {
-        load_box(ring.block(i), map_a, ring.full(), k * kBlock, tile.row + i * extent.a_step,
-                 tile.matrix);
+        for (int i = 0; i < extent.a_blocks; ++i) {
+          const int across = tile.row + i * extent.a_step;
+          const int column = a_is_down.value ? across : k * kBlock;
+          const int row = a_is_down.value ? k * kBlock : across;
+          load_box(ring.block(i), map_a, ring.full(), column, row, tile.matrix);
+        }
+        ring.advance();
       }
-      ring.advance();
-    }
+    };
+    in_order_of_k<true>(list.task, load_until);
     list.load_next();  // the ring is full, so there is time
     if (!list.advance()) return;
   }
@@ -271,7 +293,7 @@ struct Boxes {
   const TensorMap* map;
   int count, across, step, matrix;
   uint32_t at, apart;
-  bool runs_down;  // K runs down the operand's rows, not along its columns
+  int down;  // the block of K from which on it runs down the operand's columns
   bool to_both;
   bool is_early;
   uint32_t bytes;  // of both operands, which one of the loaders tells the barrier
@@ -287,7 +309,8 @@ struct Boxes {
       at = 0;
       apart = kBlockBytes;
       across = tile.row;
-      runs_down = to_both = false;
+      down = task.a_down();
+      to_both = false;
       is_early = task.early == Early::kA;
       bytes = extent.bytes();
     } else {
@@ -297,21 +320,21 @@ struct Boxes {
       at = (extent.a_blocks + extent.b_first) * kBlockBytes;
       apart = extent.b_step * kBlockBytes;
       across = tile.column + extent.b_first * kBlock;
-      runs_down = task.op != Op::kSymmetric;
+      down = task.b_down();
       to_both = tile.shared > 0;
       is_early = task.early == Early::kB;
       bytes = 0;
     }
   }
-  template <class Ring>
+  template <bool kDown, class Ring>
   __device__ __forceinline__ void load(const Ring& ring, int k) const {
     barrier_expect(ring.full(), bytes);
     const uint32_t to = ring.block(0) + at;
 #pragma unroll
     for (int i = 0; i < kMostBoxes; ++i) {
       if (i >= count) break;
-      const int x = runs_down ? across + i * step : k * kBlock;
-      const int y = runs_down ? k * kBlock : across + i * step;
+      const int x = kDown ? across + i * step : k * kBlock;
+      const int y = kDown ? k * kBlock : across + i * step;
       if (to_both) {
         load_box_to_both(to + i * apart, map, ring.full(), x, y, matrix);
       } else {
@@ -330,20 +353,20 @@ __device__ __forceinline__ void load_operand(Ring ring, const Maps& maps, const 
   Awaited awaited;
   Boxes boxes(maps, list.task, rank, of_a);
   int k = 0;
-  if (boxes.is_early) {
-    for (; k < min(list.task.k_blocks, int{Ring::kStages}); ++k) {
-      boxes.load(ring, k);
+  const auto load_until = [&](int end, auto waits) {
+    const auto load = [&](auto is_down) {
+      if (waits.value) barrier_wait(ring.empty(), ring.parity ^ 1);
+      boxes.template load<is_down.value>(ring, k);
       ring.advance();
-    }
-  }
+    };
+    for (; k < min(end, boxes.down); ++k) load(std::false_type{});
+    for (; k < end; ++k) load(std::true_type{});
+  };
+  if (boxes.is_early) load_until(min(list.task.k_blocks, int{Ring::kStages}), std::false_type{});
   take_turn();
   while (true) {
     awaited.wait(work, list.task.tile);
-    for (; k < list.task.k_blocks; ++k) {
-      barrier_wait(ring.empty(), ring.parity ^ 1);
-      boxes.load(ring, k);
-      ring.advance();
-    }
+    load_until(list.task.k_blocks, std::true_type{});
     list.load_next();
     if (!list.advance()) return;
     boxes = Boxes(maps, list.task, rank, of_a);
@@ -469,7 +492,8 @@ __device__ __forceinline__ void store_block(const float* acc, const Fragments& a
       for (int c = 0; c < 4; ++c) store_fragments<false>(at.straight(block, c), f[c]);
       staging.store(map, column, row, matrix);
     }
-    if constexpr (kOp != Op::kApply) {
+    if (kOp == Op::kApplyTransposed ||
+        (kOp == Op::kSymmetric && row - column < (kNear + 1) * kBlock)) {
       const uint32_t transposed = staging.begin();
 #pragma unroll
       for (int c = 0; c < 4; ++c) store_fragments<true>(at.mirrored(transposed, c), f[c]);
@@ -522,7 +546,7 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
                                         const TensorMap* map_d, const Task& task,
                                         const Scalars& s) {
   constexpr bool kSymmetric = kOp == Op::kSymmetric;
-  const int k_blocks = task.k_blocks, place = task.place;
+  const int place = task.place;
   Part parts[kParts];
 #pragma unroll
   for (int p = 0; p < kParts; ++p) parts[p] = part_of(task.tile, warp_index() / 4, p);
@@ -542,64 +566,73 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
     for (int i = 0; i < kColumns / 2; ++i) acc[p][i] = 0;
   }
   uint32_t previous = 0;
-  for (int k = 0; k < k_blocks; ++k) {
-    barrier_wait(ring.full(), ring.parity);
-    pin_all();
-    products_begin();
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      const uint64_t a = describe_k_major(ring.block(parts[p].a));
-      const uint32_t block_b = ring.block(parts[p].b);
-      const uint64_t b = kSymmetric ? describe_k_major(block_b) : describe_n_major(block_b);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        multiply<T, !kSymmetric>(acc[p], a + i * (32 >> 4),
-                                 b + i * ((kSymmetric ? 32 : 2048) >> 4));
-      }
-    }
-    products_commit();
-    if (k == 0) {
-      staging.tell();
-      __syncwarp();
-    }
-    const auto adds_a = [&](const Part& part) {
-      const int a_column = k * kBlock - part.column;
-      return has_a && -kBlock < a_column && a_column < kColumns;
-    };
-    const auto adds_b = [&](const Part& part) { return has_b && k == part.row / kBlock; };
-    bool adds = false;
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) adds = adds || adds_a(parts[p]) || adds_b(parts[p]);
-    if (adds) {
-      products_wait<0>();
+  int k = 0;
+  // K runs down the columns of A, or along its rows, and so for B.
+  const auto sum_until = [&](int end, auto a_is_down, auto b_is_down) {
+    constexpr bool kADown = decltype(a_is_down)::value, kBDown = decltype(b_is_down)::value;
+    for (; k < end; ++k) {
+      barrier_wait(ring.full(), ring.parity);
       pin_all();
-      // Columns that lie in one block of A.
-      constexpr int kOfBlock = kColumns % kBlock == 0 ? kBlock : kBlock / 2;
+      products_begin();
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {
-        const Part& part = parts[p];
+        const uint64_t a = describe<kADown>(ring.block(parts[p].a));
+        const uint64_t b = describe<kBDown>(ring.block(parts[p].b));
 #pragma unroll
-        for (int c = 0; c < kColumns; c += kOfBlock) {
-          const int of_a = c - (k * kBlock - part.column);
-          if (adds_a(part) && 0 <= of_a && of_a < kBlock) {
-            add_columns<T, false, kOfBlock>(acc[p] + c / 2, at, ring.block(part.a), of_a / 16,
-                                            ratio_a);
-          }
-          if (adds_b(part)) {
-            add_columns<T, kSymmetric, kOfBlock>(acc[p] + c / 2, at,
-                                                 ring.block(part.b + c / kBlock),
-                                                 c % kBlock / 16, ratio_b);
-          }
+        for (int i = 0; i < 4; ++i) {
+          multiply<T, kADown, kBDown>(acc[p], a + i * step_of_k<kADown>(),
+                                      b + i * step_of_k<kBDown>());
         }
       }
-      pin_all();
-      warpgroup_sync(staging.barrier);  // all have read: one thread may release the stage for all
+      products_commit();
+      if (k == 0) {
+        staging.tell();
+        __syncwarp();
+      }
+      // What is added lies in blocks of K near the diagonal: only in the later parts of a `kQuads` are they
+      // read down the columns of A.
+      if constexpr (!kADown || kParts > 1) {
+        const auto adds_a = [&](const Part& part) {
+          const int a_column = k * kBlock - part.column;
+          return has_a && -kBlock < a_column && a_column < kColumns;
+        };
+        const auto adds_b = [&](const Part& part) { return has_b && k == part.row / kBlock; };
+        bool adds = false;
+#pragma unroll
+        for (int p = 0; p < kParts; ++p) adds = adds || adds_a(parts[p]) || adds_b(parts[p]);
+        if (adds) {
+          products_wait<0>();
+          pin_all();
+          // Columns that lie in one block of A.
+          constexpr int kOfBlock = kColumns % kBlock == 0 ? kBlock : kBlock / 2;
+#pragma unroll
+          for (int p = 0; p < kParts; ++p) {
+            const Part& part = parts[p];
+#pragma unroll
+            for (int c = 0; c < kColumns; c += kOfBlock) {
+              const int of_a = c - (k * kBlock - part.column);
+              if (adds_a(part) && 0 <= of_a && of_a < kBlock) {
+                add_columns<T, kADown, kOfBlock>(acc[p] + c / 2, at, ring.block(part.a), of_a / 16,
+                                                ratio_a);
+              }
+              if (adds_b(part)) {
+                add_columns<T, !kBDown, kOfBlock>(acc[p] + c / 2, at,
+                                                  ring.block(part.b + c / kBlock),
+                                                  c % kBlock / 16, ratio_b);
+              }
+            }
+          }
+          pin_all();
+          warpgroup_sync(staging.barrier);  // all have read: one thread may release the stage for all
+        }
+      }
+      products_wait<1>();
+      if (k > 0 && releases) barrier_arrive(previous, peer);
+      previous = ring.empty();
+      ring.advance();
     }
-    products_wait<1>();
-    if (k > 0 && releases) barrier_arrive(previous, peer);
-    previous = ring.empty();
-    ring.advance();
-  }
+  };
+  in_order_of_k<kSymmetric>(task, sum_until);
   products_wait<0>();
   pin_all();
   if (releases) barrier_arrive(previous, peer);

@@ -35,20 +35,21 @@ __device__ __forceinline__ void pin(float (&d)[kCount]) {
 
 constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
 
-// Describes an operand whose rows are 64 elements (128 bytes) of the summed index K, in groups of
-// 8 rows (1024 bytes): the 16-byte unit u of a row lies at 128 row + 16 (u ^ row % 8).
-// The next 16 of K are 32 bytes further.
-__device__ __forceinline__ uint64_t describe_k_major(uint32_t address) {
+// Describes an operand in blocks of 64 × 64 whose rows are 128 bytes, in groups of 8 rows (1024 bytes):
+// the 16-byte unit u of a row lies at 128 row + 16 (u ^ row % 8). K, the index that is summed, runs
+// along the rows, or down the columns; then what is more than 64 of the other index lies in further
+// blocks, 8192 bytes apart.
+template <bool kDown>
+__device__ __forceinline__ uint64_t describe(uint32_t address) {
   constexpr uint64_t kBetweenGroups = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kBetweenGroups | uint64_t{1} << 16 | (address & 0x3FFFF) >> 4;
+  constexpr uint64_t kBetweenBlocks = uint64_t{kDown ? 8192 >> 4 : 1} << 16;
+  return kSwizzle128 | kBetweenGroups | kBetweenBlocks | (address & 0x3FFFF) >> 4;
 }
 
-// The same for rows of 64 elements of N, one for each of K; more of N in blocks of 64 × 64, 8192
-// bytes apart. The next 16 of K are 2048 bytes further.
-__device__ __forceinline__ uint64_t describe_n_major(uint32_t address) {
-  constexpr uint64_t kBetweenGroups = uint64_t{1024 >> 4} << 32;
-  constexpr uint64_t kBetweenBlocks = uint64_t{8192 >> 4} << 16;
-  return kSwizzle128 | kBetweenGroups | kBetweenBlocks | (address & 0x3FFFF) >> 4;
+// How much further the next 16 of K are, in what is added to a description.
+template <bool kDown>
+__device__ __forceinline__ constexpr uint64_t step_of_k() {
+  return (kDown ? 16 * 128 : 16 * 2) >> 4;
 }
 
 #define HOPPER_D8(o)                                                            \
@@ -100,42 +101,34 @@ __device__ __forceinline__ uint64_t describe_n_major(uint32_t address) {
   "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
   "%120, %121, %122, %123, %124, %125, %126, %127"
 
-#define HOPPER_PRODUCT(n, type, n_major, list, registers, a_operand, b_operand)         \
+#define HOPPER_PRODUCT(n, type, list, registers, operands)                               \
   asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                           \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" list \
-               "}, " a_operand ", " b_operand ", add, 1, 1, 0, " n_major ";\n}"          \
+               "}, " operands ";\n}"                                                   \
                : registers                                                             \
-               : "l"(a), "l"(b))
+               : "l"(a), "l"(b), "n"(int{kADown}), "n"(int{kBDown}))
 
-#define HOPPER_PRODUCT_OF(n, list, registers, a_operand, b_operand)                      \
-  if constexpr (std::is_same_v<T, __half>) {                                           \
-    if constexpr (kNMajor) {                                                           \
-      HOPPER_PRODUCT(n, "f16", "1", list, registers(0), a_operand, b_operand);         \
-    } else {                                                                           \
-      HOPPER_PRODUCT(n, "f16", "0", list, registers(0), a_operand, b_operand);         \
-    }                                                                                  \
-  } else {                                                                             \
-    if constexpr (kNMajor) {                                                           \
-      HOPPER_PRODUCT(n, "bf16", "1", list, registers(0), a_operand, b_operand);        \
-    } else {                                                                           \
-      HOPPER_PRODUCT(n, "bf16", "0", list, registers(0), a_operand, b_operand);        \
-    }                                                                                  \
+#define HOPPER_PRODUCT_OF(n, list, registers, operands)            \
+  if constexpr (std::is_same_v<T, __half>) {                     \
+    HOPPER_PRODUCT(n, "f16", list, registers(0), operands);      \
+  } else {                                                       \
+    HOPPER_PRODUCT(n, "bf16", list, registers(0), operands);     \
   }
 
-// D += A · B; `kCount` is N / 2, `kNMajor` says how B lies.
-template <class T, bool kNMajor, int kCount>
+// D += A · B; `kCount` is N / 2. K runs along the rows of A or down its columns, and so for B.
+template <class T, bool kADown, bool kBDown, int kCount>
 __device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t a, uint64_t b) {
   if constexpr (kCount == 32) {
-    HOPPER_PRODUCT_OF(64, HOPPER_LIST32, HOPPER_D32, "%32", "%33")
+    HOPPER_PRODUCT_OF(64, HOPPER_LIST32, HOPPER_D32, "%32, %33, add, 1, 1, %34, %35")
   } else if constexpr (kCount == 64) {
-    HOPPER_PRODUCT_OF(128, HOPPER_LIST64, HOPPER_D64, "%64", "%65")
+    HOPPER_PRODUCT_OF(128, HOPPER_LIST64, HOPPER_D64, "%64, %65, add, 1, 1, %66, %67")
   } else if constexpr (kCount == 80) {
-    HOPPER_PRODUCT_OF(160, HOPPER_LIST80, HOPPER_D80, "%80", "%81")
+    HOPPER_PRODUCT_OF(160, HOPPER_LIST80, HOPPER_D80, "%80, %81, add, 1, 1, %82, %83")
   } else if constexpr (kCount == 96) {
-    HOPPER_PRODUCT_OF(192, HOPPER_LIST96, HOPPER_D96, "%96", "%97")
+    HOPPER_PRODUCT_OF(192, HOPPER_LIST96, HOPPER_D96, "%96, %97, add, 1, 1, %98, %99")
   } else {
     static_assert(kCount == 128);
-    HOPPER_PRODUCT_OF(256, HOPPER_LIST128, HOPPER_D128, "%128", "%129")
+    HOPPER_PRODUCT_OF(256, HOPPER_LIST128, HOPPER_D128, "%128, %129, add, 1, 1, %130, %131")
   }
 }
 

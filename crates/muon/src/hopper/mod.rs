@@ -1,6 +1,6 @@
 //! What the host decides for the kernels in `kernels/hopper`: which products an iteration is made of
 //! (`program`), into which tiles they are cut (`tiles`, `pairs`, `cuts`), which cluster computes which of them
-//! (`schedule`), where matrices lie (`workspace`).
+//! (`schedule`), where matrices lie (`workspace`), and what of symmetric ones is stored (`triangle`).
 //!
 //! All of it is a pure function of shapes and coefficients, and tested without a device.
 
@@ -9,4 +9,5 @@ mod pairs;
 pub(crate) mod program;
 pub(crate) mod schedule;
 pub(crate) mod tiles;
+pub(crate) mod triangle;
 pub(crate) mod workspace;

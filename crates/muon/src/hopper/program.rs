@@ -27,6 +27,11 @@ impl Buffer {
         Self::T,
         Self::S,
     ];
+
+    /// Whether it is n × n and symmetric; else it is n × m.
+    pub(crate) fn is_symmetric(self) -> bool {
+        !matches!(self, Self::X | Self::Y)
+    }
 }
 
 /// The factors of a product, laid out as `Scalars` in `kernels/hopper/products.cu`.
@@ -51,9 +56,8 @@ pub(crate) struct Product {
 }
 
 impl Product {
-    /// Whether D is n × n and symmetric; else it is n × m.
     pub(crate) fn is_symmetric(&self) -> bool {
-        !matches!(self.d, Buffer::X | Buffer::Y)
+        self.d.is_symmetric()
     }
 }
 
@@ -81,9 +85,9 @@ pub(crate) fn program(method: Method, rows: &[[f64; 3]]) -> Vec<Product> {
 /// product left out.
 pub(crate) fn flops(program: &[Product], n: usize, m: usize) -> u64 {
     let (n, m) = (n as u64, m as u64);
-    let of = |product: &Product| match (product.is_symmetric(), product.a) {
-        (true, Buffer::X | Buffer::Y) => n * n * m,
-        (true, _) => n * n * n,
+    let of = |product: &Product| match (product.is_symmetric(), product.a.is_symmetric()) {
+        (true, false) => n * n * m,
+        (true, true) => n * n * n,
         (false, _) => 2 * n * n * m,
     };
     program.iter().map(of).sum()

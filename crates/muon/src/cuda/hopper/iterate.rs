@@ -66,10 +66,13 @@ impl Iterate {
         let product_count = steps.len() as i32;
         let is_counted = schedule.launches.len() == 1;
         let factors: Vec<_> = steps.iter().map(|step| step.factors).collect();
-        let tiles = schedule.tiles.iter().zip(schedule.early(program));
-        let task = |(tile, early): (&Tile, Early)| {
-            let step = &steps[usize::from(tile.product)];
-            step.task(*tile, early)
+        let step = |tile: &Tile| &steps[usize::from(tile.product)];
+        let pairs = schedule.tiles.as_chunks().0.iter();
+        let down_from = pairs.flat_map(|pair| step(&pair[0]).reads.down_from(pair));
+        let tiles = schedule.tiles.iter().zip(down_from);
+        let tiles = tiles.zip(schedule.early(program));
+        let task = |((tile, down_from), early): ((&Tile, [u16; 2]), Early)| {
+            step(tile).task(*tile, down_from, early)
         };
         let products = device.clone_htod(&factors)?;
         let tasks = device.clone_htod(&tiles.map(task).collect::<Vec<_>>())?;

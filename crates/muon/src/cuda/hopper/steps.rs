@@ -9,6 +9,7 @@ use super::maps::Stack;
 use crate::hopper::program::{Buffer, Product, Scalars, waits};
 use crate::hopper::schedule::Early;
 use crate::hopper::tiles::{BLOCK, Tile};
+use crate::hopper::triangle::Reads;
 use crate::hopper::workspace::{Batch, Workspace};
 
 /// The most products that one waits for.
@@ -44,6 +45,7 @@ pub(super) struct Step {
     a: u8,
     b: u8,
     d: u8,
+    pub(super) reads: Reads,
     k_blocks: i32,
     /// The matrix that is the first one of D's stack.
     first: i32,
@@ -54,14 +56,14 @@ pub(super) struct Step {
 #[repr(C, align(16))]
 pub(super) struct Task {
     tile: Tile,
-    op: Op,
+    /// Its [`Op`], and 16 times its [`Early`].
+    op: u8,
     a: u8,
     b: u8,
     d: u8,
     k_blocks: i32,
     place: i32,
-    early: Early,
-    padding: [u8; 3],
+    down_from: [u16; 2],
 }
 
 // SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
@@ -69,12 +71,12 @@ unsafe impl DeviceRepr for Task {}
 const _: () = assert!(
     size_of::<Task>() == 32
         && std::mem::offset_of!(Task, op) == 16
-        && std::mem::offset_of!(Task, early) == 28
+        && std::mem::offset_of!(Task, down_from) == 28
 );
 
 impl Step {
-    /// With a tile of this product.
-    pub(super) fn task(&self, tile: Tile, early: Early) -> Task {
+    /// With a tile of this product, and from which blocks of K on A and B are read down their columns.
+    pub(super) fn task(&self, tile: Tile, down_from: [u16; 2], early: Early) -> Task {
         let Self {
             op,
             a,
@@ -86,14 +88,13 @@ impl Step {
         } = *self;
         Task {
             tile,
-            op,
+            op: op as u8 | (early as u8) << 4,
             a,
             b,
             d,
             k_blocks,
             place: tile.matrix - first,
-            early,
-            padding: [0; 3],
+            down_from,
         }
     }
 }
@@ -126,10 +127,7 @@ impl Stacks {
     /// All matrices of a stack, tall ones as their transposes.
     pub(super) fn all(&self, buffer: Buffer) -> Stack {
         let Batch { n, m, .. } = self.batch;
-        let cols = match buffer {
-            Buffer::X | Buffer::Y => m,
-            _ => n,
-        };
+        let cols = if buffer.is_symmetric() { n } else { m };
         Stack {
             address: self.base + self.workspace.start(buffer) as u64,
             count: self.batch.count(),
@@ -192,6 +190,7 @@ impl Stacks {
                     a: product.a as u8,
                     b: product.b as u8,
                     d: product.d as u8,
+                    reads: Reads::of(product),
                     k_blocks: self.all(product.a).cols.div_ceil(BLOCK) as i32,
                     first: 0,
                 }

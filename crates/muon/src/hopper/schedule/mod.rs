@@ -178,9 +178,10 @@ fn product_of<'a>(program: &'a [Product], tile: &Tile) -> &'a Product {
 
 /// The sum of a product's tiles goes over so many times 64.
 fn k_blocks(product: &Product, batch: Batch) -> u64 {
-    let columns_of_a = match product.a {
-        Buffer::X | Buffer::Y => batch.m,
-        _ => batch.n,
+    let columns_of_a = if product.a.is_symmetric() {
+        batch.n
+    } else {
+        batch.m
     };
     columns_of_a.div_ceil(BLOCK) as u64
 }
