@@ -7,6 +7,7 @@ use candle_core::DType;
 
 use crate::hopper::program::{flops, program};
 use crate::hopper::schedule::Schedule;
+use crate::hopper::triangle::LONGEST_SIDE;
 use crate::hopper::workspace::Batch;
 use crate::{Kernels, Method, NewtonSchulz};
 
@@ -95,11 +96,15 @@ impl Gpu {
 const GRAM_OVERHEAD: [(usize, u64); 2] = [(0, 125), (1025, 110)];
 
 impl NewtonSchulz {
-    /// Whether the kernels for Hopper are to be taken, on a device that may have them or not.
-    pub(crate) fn takes_hopper_kernels(&self, gpu: Gpu, dtype: DType) -> bool {
+    /// Whether the kernels for Hopper are to be taken for matrices of at most so many rows and columns, on a
+    /// device that may have them or not.
+    pub(crate) fn takes_hopper_kernels(&self, gpu: Gpu, dtype: DType, longer_side: usize) -> bool {
         // Without a step there is no product, and what the products of many wait for takes seconds to find.
         let has_products = (1..=Self::MOST_STEPS).contains(&self.steps);
-        has_products && self.kernels != Kernels::Cublas && gpu.has_hopper_kernels(dtype)
+        has_products
+            && longer_side <= LONGEST_SIDE
+            && self.kernels != Kernels::Cublas
+            && gpu.has_hopper_kernels(dtype)
     }
 
     /// The method of n × m matrices, n ≤ m, where symmetric products cost a half.
@@ -127,7 +132,7 @@ impl NewtonSchulz {
         rows: usize,
         cols: usize,
     ) -> Choice {
-        if !self.takes_hopper_kernels(gpu, dtype) {
+        if !self.takes_hopper_kernels(gpu, dtype, rows.max(cols)) {
             return Choice {
                 method: self.chosen(rows, cols),
                 dtype,
@@ -182,6 +187,17 @@ mod tests {
             "{} in tiles of {square} and {wide}, {launches}",
             choice.method
         )
+    }
+
+    #[test]
+    fn longer_matrices_than_the_kernels_count_are_left_to_cublas() {
+        let products = |rows, cols| {
+            let choice = NewtonSchulz::default().choose(H200, DType::F16, 1, rows, cols);
+            choice.products
+        };
+        assert!(matches!(products(8, 4_194_240), Products::Hopper { .. }));
+        assert_eq!(products(8, 4_194_241), Products::Cublas);
+        assert_eq!(products(5_000_000, 64), Products::Cublas);
     }
 
     #[test]

@@ -6,15 +6,16 @@
 //   apply_transposed: D = the transpose of that, m × n
 //
 // `symmetric` serves R = X Xᵀ (A = B = X, n × m) and the products of symmetric, commuting A and B.
-// It computes the tiles on and below the diagonal. What lies above it is loaded from below, with rows
-// for columns, and multiplied as it lies; only near the diagonal, where a tile's rows and columns of A
-// and B would need both, is it stored as well. So D equals its transpose bit for bit.
+// It computes the tiles on and below the diagonal. Of what lies above, `kNear` blocks of each row are stored
+// too, since the rows of a tile turn to reading down the columns at one block of K; the rest is read
+// from below the diagonal, transposed. So D equals its transpose bit for bit.
 // In Newton-Schulz what is added is always one of the factors. Its tile passes through shared memory
 // as a part of the sum over K, and is picked up there: nothing else is loaded.
 //
 // All matrices are row-major with a pitch of a multiple of 16 bytes. Each stack has one tensor map
 // (columns, rows, matrices of the stack), with boxes of 64 × 64 × 1 elements in the 128-byte
-// swizzle. Reads beyond an edge give zeros, writes there are dropped, so any n and m will do.
+// swizzle. Reads beyond an edge give zeros, writes there are dropped, so any n and m will do, up to
+// 65535 blocks of 64.
 //
 // Two blocks make a cluster, which works off a list of pairs of tiles (`Task`), one tile a block.
 // The host deals the pairs of all products to the clusters. A tile has 128 rows, 64 for each of two
@@ -87,8 +88,8 @@ enum class Early : uint8_t { kNeither, kA, kB };
 
 // A tile, with what it takes of its product to load and to store it. `a`, `b` and `d` are indices of
 // maps; D is neither A nor B. `k_blocks` is the number of columns of A in blocks of 64, rounded up,
-// `place` that of the matrix in D's stack. Up to its block `a_down` K runs along the rows of A, and from
-// there on down its columns, and so for B, where that is no later. `early` is for `load_operand` alone.
+// `place` that of the matrix in D's stack. Before its block `a_down` K runs along the rows of A, from there
+// on down its columns; so for B with `b_down`, which is never later. `early` is for `load_operand` alone.
 struct alignas(16) Task {
   Tile tile;
   Op op : 4;
@@ -465,7 +466,8 @@ __device__ __forceinline__ uint32_t mirror_lower(uint32_t f) {
   return __byte_perm(low, high, 0x7610);
 }
 
-// Rounds a 64 × 64 part of the accumulators and stores it at (row, column).
+// Rounds a 64 × 64 part of the accumulators and stores it at (row, column); its transpose at (column, row)
+// as well near the diagonal of a symmetric D, and instead for `kApplyTransposed`.
 template <class T, Op kOp>
 __device__ __forceinline__ void store_block(const float* acc, const Fragments& at,
                                             Staging& staging, const TensorMap* map, int row,
@@ -589,8 +591,8 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
         staging.tell();
         __syncwarp();
       }
-      // What is added lies in blocks of K near the diagonal: only in the later parts of a `kQuads` are they
-      // read down the columns of A.
+      // What is added lies where K is one of the tile's columns (of A) or of its rows (of B): not right of its
+      // diagonal, so before A is read down its columns, but for the later parts of a `kQuads`.
       if constexpr (!kADown || kParts > 1) {
         const auto adds_a = [&](const Part& part) {
           const int a_column = k * kBlock - part.column;

@@ -245,7 +245,7 @@ impl Cutter {
             return;
         }
         let upper = if self.is_symmetric() {
-            // Up to the last row of the upper tile; above the diagonal nothing is stored.
+            // Up to the last row of the upper tile; above the diagonal nothing is computed.
             columns.min((row + ROWS).saturating_sub(column)).max(BLOCK)
         } else {
             columns

@@ -2,7 +2,8 @@
 //!
 //! Of each row the blocks up to the diagonal and a few to its right are stored. What lies further right is
 //! read from below the diagonal, down the columns. A tile reads all of its rows of an operand along them up
-//! to one block of K, and down the columns from there on, so the few must be as many as its rows differ.
+//! to one block of K, and down the columns from there on, so the few must reach as far right as its last row
+//! does.
 
 use super::program::{Buffer, Product};
 use super::tiles::{BLOCK, Pair, Shape};
@@ -11,6 +12,9 @@ use super::tiles::{BLOCK, Pair, Shape};
 /// `kernels/hopper/products.cu`. Rows that are loaded together are at most four blocks, or four of every
 /// other block on the diagonal.
 const NEAR: usize = 3;
+
+/// The most rows or columns of a matrix: tasks count blocks of K in 16 bits.
+pub(crate) const LONGEST_SIDE: usize = u16::MAX as usize * BLOCK;
 
 /// How an operand is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,10 +31,9 @@ impl Read {
     /// From which block of K on rows that start at this one are read down the columns.
     fn down_from(self, row: i32) -> u16 {
         match self {
-            Self::Along => u16::MAX,
+            Self::Along => u16::MAX, // never: there are no more blocks
             Self::Down => 0,
-            // A matrix of more rows than u16::MAX blocks fits no device.
-            Self::Symmetric => (row as usize / BLOCK + NEAR + 1) as u16,
+            Self::Symmetric => u16::try_from(row as usize / BLOCK + NEAR + 1).unwrap_or(u16::MAX),
         }
     }
 }
@@ -68,7 +71,8 @@ impl Reads {
         let first = pair[0].row.min(pair[1].row);
         pair.map(|tile| {
             let of_b = match tile.shape() {
-                // B is read alike for tiles that share it, and columns right of their rows do not matter.
+                // Tiles that share B read it alike. Columns right of the diagonal of a tile's rows are not
+                // used, so they may be read where nothing is stored.
                 Shape::Whole | Shape::Half if tile.shared > 0 => tile.column.min(first),
                 Shape::Whole | Shape::Half => tile.column.min(tile.row),
                 Shape::Twins | Shape::Strips | Shape::Quads => tile.row,

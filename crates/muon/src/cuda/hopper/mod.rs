@@ -68,7 +68,7 @@ pub(crate) fn orthogonalize_on_hopper(
     (n, m): (usize, usize),
 ) -> Result<Option<Results>> {
     with_engine(device, |engine| {
-        if !ns.takes_hopper_kernels(engine.gpu, dtype) {
+        if !ns.takes_hopper_kernels(engine.gpu, dtype, m) {
             return Ok(None);
         }
         let batch = Batch {
@@ -109,9 +109,9 @@ fn orthogonalize_to<T: Element + WithDType>(
         dtype,
     } = call;
     let Batch { n, m, .. } = batch;
-    // The kernels count rows, columns and vectors of a matrix in 32 bits.
+    // The kernels count vectors of a matrix in 32 bits.
     let vectors = (n * Batch::pitch(m)).max(m * Batch::pitch(n)) / 8;
-    if m > i32::MAX as usize / 2 || vectors > u32::MAX as usize / 2 {
+    if vectors > u32::MAX as usize / 2 {
         bail!("a matrix of {n} x {m} is too large");
     }
     let method = ns.chosen_on_hopper(n, m);

@@ -56,7 +56,7 @@ pub(super) struct Step {
 #[repr(C, align(16))]
 pub(super) struct Task {
     tile: Tile,
-    /// Its [`Op`], and 16 times its [`Early`].
+    /// Its [`Op`] in the lower four bits, its [`Early`] in the upper ones.
     op: u8,
     a: u8,
     b: u8,
@@ -66,7 +66,7 @@ pub(super) struct Task {
     down_from: [u16; 2],
 }
 
-// SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
+// SAFETY: it is laid out as the kernels' struct, without padding.
 unsafe impl DeviceRepr for Task {}
 const _: () = assert!(
     size_of::<Task>() == 32
