@@ -91,6 +91,21 @@ pub(super) struct Part {
     pub(super) columns: usize,
 }
 
+impl Part {
+    /// The columns that are computed of it: of a symmetric product those up to the diagonal, not less than a
+    /// block.
+    pub(super) fn computed(self, is_symmetric: bool) -> Self {
+        if !is_symmetric {
+            return self;
+        }
+        let to_diagonal = (self.row + BLOCK).saturating_sub(self.column);
+        Self {
+            columns: self.columns.min(to_diagonal.max(BLOCK)),
+            ..self
+        }
+    }
+}
+
 impl Tile {
     pub(super) fn new(
         row: usize,
@@ -154,14 +169,7 @@ impl Tile {
 
     /// Elements that are computed of it: of a symmetric product about those up to the diagonal.
     pub(super) fn elements(&self, is_symmetric: bool) -> usize {
-        let columns = |part: Part| {
-            if is_symmetric {
-                let to_diagonal = (part.row + BLOCK).saturating_sub(part.column);
-                part.columns.min(to_diagonal.max(BLOCK))
-            } else {
-                part.columns
-            }
-        };
+        let columns = |part: Part| part.computed(is_symmetric).columns;
         BLOCK * self.parts().into_iter().map(columns).sum::<usize>()
     }
 

@@ -96,19 +96,11 @@ mod tests {
     /// Where the 32 × 32 elements are that start at a row and a column of a result.
     type Place = (u16, i32, usize, usize);
 
-    /// The parts of a tile with the columns that are computed of them.
-    fn parts(tile: &Tile, is_symmetric: bool) -> Vec<Part> {
-        let computed = |part: Part| Part {
-            columns: if is_symmetric {
-                part.columns
-                    .min((part.row + BLOCK).saturating_sub(part.column))
-            } else {
-                part.columns
-            },
-            ..part
-        };
-        let parts = tile.parts().into_iter().map(computed);
-        parts.filter(|part| part.columns > 0).collect()
+    /// What is computed and stored of a tile.
+    fn parts(tile: &Tile, is_symmetric: bool) -> impl Iterator<Item = Part> {
+        let parts = tile.parts().into_iter();
+        let stored = parts.filter(move |part| !is_symmetric || part.column <= part.row);
+        stored.map(move |part| part.computed(is_symmetric))
     }
 
     /// All that `store_block` of the kernels stores of symmetric results.
