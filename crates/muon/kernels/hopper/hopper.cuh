@@ -81,15 +81,6 @@ __device__ __forceinline__ void take_one(uint32_t* count) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(~0u) : "memory");
 }
 
-// Waits until a count has come to a number; then all that was written before it was added to is seen.
-__device__ __forceinline__ void wait_for_count(const unsigned long long* count,
-                                               unsigned long long least) {
-  unsigned long long now;
-  do {
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(count) : "memory");
-  } while (now < least);
-}
-
 // Waits until a count is zero; then all that was written before it was taken from is seen.
 __device__ __forceinline__ void wait_for_zero(const uint32_t* count) {
   uint32_t left;

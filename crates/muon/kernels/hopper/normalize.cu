@@ -74,11 +74,13 @@ struct Vector {
   }
 };
 
-// sum · 4^exponent
+// sum · 4^exponent; that of elements is not beyond these, so that its power of two, and 16 times it, are
+// normal numbers, and so are the squares that count.
 struct Squares {
   int exponent;
   float sum;
 };
+constexpr int kLeastExponent = -120, kMostExponent = 126;
 
 __device__ __forceinline__ float power_of_two(int exponent) {
   return __int_as_float((exponent + 127) << 23);
@@ -90,14 +92,14 @@ __device__ __forceinline__ float times_power(float x, int exponent) {
   return x * power_of_two(half) * power_of_two(exponent - half);
 }
 
+// Its sum for another exponent that is not less.
+__device__ __forceinline__ float with_exponent(Squares x, int exponent) {
+  return times_power(x.sum, 2 * max(x.exponent - exponent, -100));  // beyond it the term is lost anyway
+}
+
 __device__ __forceinline__ Squares operator+(Squares a, Squares b) {
-  if (a.exponent < b.exponent) {
-    const Squares swap = a;
-    a = b;
-    b = swap;
-  }
-  const int difference = max(b.exponent - a.exponent, -100);  // beyond it the term is lost anyway
-  return {a.exponent, a.sum + times_power(b.sum, 2 * difference)};
+  const int exponent = max(a.exponent, b.exponent);
+  return {exponent, with_exponent(a, exponent) + with_exponent(b, exponent)};
 }
 
 // Of all elements.
@@ -110,14 +112,15 @@ __device__ __forceinline__ Squares squares(const Vector<T> (&vectors)[kCount]) {
     for (int j = 0; j < kVector; ++j) largest = fmaxf(largest, fabsf(vectors[i][j]));
   }
   // What is no number is not seen here, but stays in the sum.
-  const int exponent = largest > 0 ? ilogbf(fminf(largest, FLT_MAX)) : 0;
-  const float half = power_of_two(-exponent / 2), rest = power_of_two(-exponent - -exponent / 2);
+  const int of_largest = largest > 0 ? ilogbf(fminf(largest, FLT_MAX)) : 0;
+  const int exponent = min(max(of_largest, kLeastExponent), kMostExponent);
+  const float power = power_of_two(-exponent);
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      const float scaled = vectors[i][j] * half * rest;
+      const float scaled = vectors[i][j] * power;
       sum = fmaf(scaled, scaled, sum);
     }
   }
@@ -125,28 +128,34 @@ __device__ __forceinline__ Squares squares(const Vector<T> (&vectors)[kCount]) {
 }
 
 // The sum over the block's threads, in all of them.
-__device__ Squares sum_over_block(Squares mine) {
-  __shared__ Squares of_warps[kThreads / 32];
+__device__ __forceinline__ Squares sum_over_block(Squares mine) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ Squares of_warps[kWarps];
+  const int exponent = __reduce_max_sync(~0u, mine.exponent);
+  float sum = with_exponent(mine, exponent);
+#pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
-    mine = mine + Squares{__shfl_xor_sync(~0u, mine.exponent, distance),
-                          __shfl_xor_sync(~0u, mine.sum, distance)};
+    sum += __shfl_xor_sync(~0u, sum, distance);
   }
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = mine;
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = {exponent, sum};
   __syncthreads();
-  Squares total = of_warps[0];
-  for (int warp = 1; warp < kThreads / 32; ++warp) total = total + of_warps[warp];
+  Squares total{kNoExponent, 0};
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    total.exponent = max(total.exponent, of_warps[warp].exponent);
+  }
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    total.sum += with_exponent(of_warps[warp], total.exponent);
+  }
   return total;
 }
 
-// Stores this block's part of a matrix's sum, and, in its first block, the counts that its products take
-// from.
-__device__ __forceinline__ void store_part(Squares total, Squares* parts, uint32_t* left,
-                                           const uint32_t* all, int products) {
-  if (blockIdx.x == 0) {
-    const int64_t of_matrix = int64_t{blockIdx.y} * products;
-    for (int i = threadIdx.x; i < products; i += kThreads) left[of_matrix + i] = all[of_matrix + i];
-  }
-  if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
+// In the first block of a matrix: sets the counts that its products take from.
+__device__ __forceinline__ void set_counts(uint32_t* left, const uint32_t* all, int products) {
+  if (blockIdx.x > 0) return;
+  const int64_t of_matrix = int64_t{blockIdx.y} * products;
+  for (int i = threadIdx.x; i < products; i += kThreads) left[of_matrix + i] = all[of_matrix + i];
 }
 
 // Grid: (parts of a matrix, at most 512 and chosen by its shape alone; matrices).
@@ -176,27 +185,27 @@ __device__ __forceinline__ void measure(const Addresses& from, Squares* parts, i
     }
     mine = mine + squares(vectors);
   }
-  store_part(sum_over_block(mine), parts, left, all, products);
+  const Squares total = sum_over_block(mine);
+  if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = total;
+  set_counts(left, all, products);
 }
 
 constexpr float kScale = 16;  // of X while it is iterated
 
 // x ↦ kScale (x / 2^e) / norm
 struct Normalizer {
-  float half, rest, norm, reciprocal;
+  float factor, norm, reciprocal;
 
   __device__ explicit Normalizer(Squares total) {
-    const int exponent = total.sum == 0 ? 0 : -total.exponent;
-    half = power_of_two(exponent / 2);
-    rest = power_of_two(exponent - exponent / 2);
+    factor = kScale * power_of_two(total.sum == 0 ? 0 : -total.exponent);
     norm = total.sum == 0 ? 1.0f : sqrtf(total.sum);
     reciprocal = 1.0f / norm;
   }
-  // The division is rounded once (Markstein), where nothing over- or underflows: the norm is from 1
-  // to 2^19, and a quotient so small that its remainder is lost is zero in 16 bits.
+  // The division is rounded once (Markstein), where nothing over- or underflows: the norm is from 2^-30
+  // to 2^20, and a quotient so small that its remainder is lost is zero in 16 bits.
   __device__ __forceinline__ float operator()(float x) const {
-    const float scaled = x * half * rest, q = scaled * reciprocal;
-    return kScale * fmaf(fmaf(-q, norm, scaled), reciprocal, q);
+    const float scaled = x * factor, q = scaled * reciprocal;
+    return fmaf(fmaf(-q, norm, scaled), reciprocal, q);
   }
 };
 
@@ -273,26 +282,51 @@ __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squa
   }
 }
 
-// Waits for all blocks of a matrix; what they wrote is seen then. `arrived` counts on from launch to
-// launch.
-__device__ __forceinline__ void wait_for_blocks(unsigned long long* arrived) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    const unsigned long long mine = atomicAdd(arrived, 1ull);
-    wait_for_count(arrived, (mine / gridDim.x + 1) * gridDim.x);
+// A block's part of a sum as others wait for it, in one word with the number of its launch: whoever sees the
+// number sees the part, without a fence. Zero at first.
+struct Published {
+  unsigned long long word;
+
+  static __device__ __forceinline__ Published load(const Published* from) {
+    Published loaded;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(loaded.word) : "l"(from) : "memory");
+    return loaded;
   }
-  __syncthreads();
+  __device__ __forceinline__ uint16_t launch() const { return word >> 48; }
+  __device__ __forceinline__ Squares part() const {
+    return {static_cast<int16_t>(word >> 32), __uint_as_float(static_cast<uint32_t>(word))};
+  }
+  static __device__ __forceinline__ void store(Published* to, uint16_t launch, Squares part) {
+    const unsigned long long word = (unsigned long long){launch} << 48 |
+                                    (unsigned long long){static_cast<uint16_t>(part.exponent)} << 32 |
+                                    __float_as_uint(part.sum);
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+  }
+};
+
+// The sum of the parts of a matrix, once they are published.
+__device__ __forceinline__ Squares sum_of_published(const Published* parts, uint16_t launch) {
+  Squares mine{kNoExponent, 0};
+#pragma unroll
+  for (int i = 0; i < kMaxParts / kThreads; ++i) {
+    const int part = i * kThreads + threadIdx.x;
+    if (part >= gridDim.x) continue;
+    Published published = Published::load(parts + part);
+    while (published.launch() != launch) published = Published::load(parts + part);
+    mine = mine + published.part();
+  }
+  return sum_over_block(mine);
 }
 
 // Grid, at once: as that of `measure`, so that sums are the same, with at most 8 vectors a thread. Of
 // matrices at multiples of 16 bytes, without padding.
 template <class T, class U>
-__device__ __forceinline__ void normalize(const Addresses& from, U* out, Squares* parts,
-                                          int64_t elements, unsigned long long* arrived,
-                                          uint32_t* left, const uint32_t* all, int products) {
+__device__ __forceinline__ void normalize(const Addresses& from, U* out, Published* published,
+                                          int64_t elements, uint32_t* left, const uint32_t* all,
+                                          int products) {
   const T* matrix = reinterpret_cast<const T*>(from.of[blockIdx.y]);
   U* to = out + int64_t{blockIdx.y} * elements;
+  Published* parts = published + blockIdx.y * gridDim.x;
   const int64_t stride = int64_t{gridDim.x} * kThreads * kVector;
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVector;
   Vector<T> vectors[kMeasured];
@@ -302,10 +336,13 @@ __device__ __forceinline__ void normalize(const Addresses& from, U* out, Squares
     const int64_t i = first + j * stride;
     vectors[j].load(matrix + i, i < elements);
   }
-  const Squares total = sum_over_block(Squares{kNoExponent, 0} + squares(vectors));
-  store_part(total, parts, left, all, products);
-  wait_for_blocks(arrived + blockIdx.y);
-  const Normalizer normalized(sum_of_parts(parts, gridDim.x, blockIdx.y));
+  // All parts of a matrix are published as often as this one.
+  const uint16_t launch = Published::load(parts + blockIdx.x).launch() + 1;
+  const Squares part = sum_over_block(Squares{kNoExponent, 0} + squares(vectors));
+  if (threadIdx.x == 0) Published::store(parts + blockIdx.x, launch, part);
+  set_counts(left, all, products);
+  __syncthreads();  // the warps' sums have been read
+  const Normalizer normalized(sum_of_published(parts, launch));
 #pragma unroll
   for (int j = 0; j < kMeasured; ++j) {
     const int64_t i = first + j * stride;
@@ -431,10 +468,10 @@ __device__ __forceinline__ void unpad(const T* stack, U* out, int rows, int cols
   }
 #define NORMALIZE_KERNEL(name, type, out_type)                                                 \
   extern "C" __global__ void __launch_bounds__(kThreads, 2)                                    \
-      name(const __grid_constant__ Addresses from, out_type* __restrict__ out, Squares* parts, \
-           int64_t elements, unsigned long long* arrived, uint32_t* __restrict__ left,         \
+      name(const __grid_constant__ Addresses from, out_type* __restrict__ out,                 \
+           Published* published, int64_t elements, uint32_t* __restrict__ left,                \
            const uint32_t* __restrict__ all, int products) {                                   \
-    normalize<type>(from, out, parts, elements, arrived, left, all, products);                 \
+    normalize<type>(from, out, published, elements, left, all, products);                      \
   }
 #define UNPAD_KERNEL(name, type, out_type)                                                     \
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \

@@ -46,8 +46,8 @@ pub(super) struct Edges {
     /// The address of the parts of sums of squares, and how many a matrix has.
     parts: (u64, usize),
     counts: Counts,
-    /// Of the blocks of each matrix of a group, since the beginning.
-    arrived: CudaSlice<u64>,
+    /// The parts of sums that blocks of `normalize` wait for.
+    published: CudaSlice<u64>,
 }
 
 struct Normalizer {
@@ -84,14 +84,17 @@ impl Edges {
             })
         };
         let [f32, f16, bf16] = INPUTS.map(normalizer);
+        let normalizers = [f32?, f16?, bf16?];
+        let most_blocks = normalizers.iter().map(|kernels| kernels.most_blocks);
+        let published = device.alloc_zeros(most_blocks.max().unwrap_or(0))?;
         Ok(Self {
-            normalizers: [f32?, f16?, bf16?],
+            normalizers,
             unpad: kernel(&format!("unpad_{to}_{to}"))?,
             unpad_to_f32: kernel(&format!("unpad_{to}_f32"))?,
             x,
             parts,
             counts,
-            arrived: device.alloc_zeros(MATRICES)?,
+            published,
         })
     }
 
@@ -164,20 +167,19 @@ impl Edges {
                 together: true,
                 ..measured
             };
-            // An address of so many live elements for each matrix, from `out` on a place in X, room for a part
-            // for each block, and counts of arrivals and of tiles of each matrix.
+            // An address of so many live elements for each matrix, from `out` on a place in X, a published part
+            // for each block, and counts of tiles of each matrix.
             let kernel = Kernel::new(&normalizer.normalize, together)
                 .with(addresses)
                 .with(out)
-                .with(parts)
+                .with(start(&self.published, &device.cuda_stream()))
                 .with(elements)
-                .with(start(&self.arrived, &device.cuda_stream()))
                 .with(left)
                 .with(all)
                 .with(products);
             return Ok(vec![kernel]);
         }
-        // The same, but for the place and the arrivals.
+        // The same, but for the place, and with room for the parts of sums.
         let measure = Kernel::new(&normalizer.measure, measured)
             .with(addresses)
             .with(parts)
