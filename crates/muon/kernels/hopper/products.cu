@@ -6,9 +6,9 @@
 //   apply_transposed: D = the transpose of that, m × n
 //
 // `symmetric` serves R = X Xᵀ (A = B = X, n × m) and the products of symmetric, commuting A and B.
-// It computes the tiles on and below the diagonal. Of what lies above, `kNear` blocks of each row are stored
-// too, since the rows of a tile turn to reading down the columns at one block of K; the rest is read
-// from below the diagonal, transposed. So D equals its transpose bit for bit.
+// It computes the tiles on and below the diagonal. Of what lies above, as many blocks of each row are stored
+// as the widest tiles need (`Work::near`), since the rows of a tile turn to reading down the columns at one
+// block of K; the rest is read from below the diagonal, transposed. So D equals its transpose bit for bit.
 // In Newton-Schulz what is added is always one of the factors. Its tile passes through shared memory
 // as a part of the sum over K, and is picked up there: nothing else is loaded.
 //
@@ -118,6 +118,7 @@ struct Maps {
 struct Work {
   const Product* products;
   int product_count;
+  int near;           // so many blocks right of the diagonal's are stored (src/hopper/triangle.rs)
   const Task* tasks;  // in pairs: the first ones of all clusters, then those that follow them
   const int* rest;    // the second pair of each cluster, and the number of all
   uint32_t* left;     // product_count for each matrix, or none
@@ -149,7 +150,6 @@ struct List {
 };
 
 constexpr int kBlock = 64;  // side of what a tensor map's box holds
-constexpr int kNear = 3;    // so many blocks right of the diagonal's are stored (src/hopper/triangle.rs)
 constexpr uint32_t kBlockBytes = kBlock * kBlock * 2;
 constexpr int kWarpgroups = 2;  // that compute
 constexpr int kWarpgroupThreads = 128;
@@ -467,11 +467,11 @@ __device__ __forceinline__ uint32_t mirror_lower(uint32_t f) {
 }
 
 // Rounds a 64 × 64 part of the accumulators and stores it at (row, column); its transpose at (column, row)
-// as well near the diagonal of a symmetric D, and instead for `kApplyTransposed`.
+// as well within `near` blocks of the diagonal of a symmetric D, and instead for `kApplyTransposed`.
 template <class T, Op kOp>
 __device__ __forceinline__ void store_block(const float* acc, const Fragments& at,
                                             Staging& staging, const TensorMap* map, int row,
-                                            int column, int matrix, const Scalars& s) {
+                                            int column, int matrix, const Scalars& s, int near) {
   const int warp = threadIdx.x % kWarpgroupThreads / 32, lane = threadIdx.x % 32;
   const bool on_diagonal = kOp == Op::kSymmetric && row == column;
   uint32_t f[4][4];
@@ -495,7 +495,7 @@ __device__ __forceinline__ void store_block(const float* acc, const Fragments& a
       staging.store(map, column, row, matrix);
     }
     if (kOp == Op::kApplyTransposed ||
-        (kOp == Op::kSymmetric && row - column < (kNear + 1) * kBlock)) {
+        (kOp == Op::kSymmetric && row - column < (near + 1) * kBlock)) {
       const uint32_t transposed = staging.begin();
 #pragma unroll
       for (int c = 0; c < 4; ++c) store_fragments<true>(at.mirrored(transposed, c), f[c]);
@@ -546,7 +546,7 @@ __device__ __forceinline__ Part part_of(const Tile& tile, int warpgroup, int ind
 template <class T, Op kOp, int kColumns, int kParts = 1, class Ring>
 __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Fragments& at,
                                         const TensorMap* map_d, const Task& task,
-                                        const Scalars& s) {
+                                        const Scalars& s, int near) {
   constexpr bool kSymmetric = kOp == Op::kSymmetric;
   const int place = task.place;
   Part parts[kParts];
@@ -591,42 +591,39 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
         staging.tell();
         __syncwarp();
       }
-      // What is added lies where K is one of the tile's columns (of A) or of its rows (of B): not right of its
-      // diagonal, so before A is read down its columns, but for the later parts of a `kQuads`.
-      if constexpr (!kADown || kParts > 1) {
-        const auto adds_a = [&](const Part& part) {
-          const int a_column = k * kBlock - part.column;
-          return has_a && -kBlock < a_column && a_column < kColumns;
-        };
-        const auto adds_b = [&](const Part& part) { return has_b && k == part.row / kBlock; };
-        bool adds = false;
+      // What is added lies where K is one of the tile's columns (of A) or of its rows (of B).
+      const auto adds_a = [&](const Part& part) {
+        const int a_column = k * kBlock - part.column;
+        return has_a && -kBlock < a_column && a_column < kColumns;
+      };
+      const auto adds_b = [&](const Part& part) { return has_b && k == part.row / kBlock; };
+      bool adds = false;
 #pragma unroll
-        for (int p = 0; p < kParts; ++p) adds = adds || adds_a(parts[p]) || adds_b(parts[p]);
-        if (adds) {
-          products_wait<0>();
-          pin_all();
-          // Columns that lie in one block of A.
-          constexpr int kOfBlock = kColumns % kBlock == 0 ? kBlock : kBlock / 2;
+      for (int p = 0; p < kParts; ++p) adds = adds || adds_a(parts[p]) || adds_b(parts[p]);
+      if (adds) {
+        products_wait<0>();
+        pin_all();
+        // Columns that lie in one block of A.
+        constexpr int kOfBlock = kColumns % kBlock == 0 ? kBlock : kBlock / 2;
 #pragma unroll
-          for (int p = 0; p < kParts; ++p) {
-            const Part& part = parts[p];
+        for (int p = 0; p < kParts; ++p) {
+          const Part& part = parts[p];
 #pragma unroll
-            for (int c = 0; c < kColumns; c += kOfBlock) {
-              const int of_a = c - (k * kBlock - part.column);
-              if (adds_a(part) && 0 <= of_a && of_a < kBlock) {
-                add_columns<T, kADown, kOfBlock>(acc[p] + c / 2, at, ring.block(part.a), of_a / 16,
-                                                ratio_a);
-              }
-              if (adds_b(part)) {
-                add_columns<T, !kBDown, kOfBlock>(acc[p] + c / 2, at,
-                                                  ring.block(part.b + c / kBlock),
-                                                  c % kBlock / 16, ratio_b);
-              }
+          for (int c = 0; c < kColumns; c += kOfBlock) {
+            const int of_a = c - (k * kBlock - part.column);
+            if (adds_a(part) && 0 <= of_a && of_a < kBlock) {
+              add_columns<T, kADown, kOfBlock>(acc[p] + c / 2, at, ring.block(part.a), of_a / 16,
+                                              ratio_a);
+            }
+            if (adds_b(part)) {
+              add_columns<T, !kBDown, kOfBlock>(acc[p] + c / 2, at,
+                                                ring.block(part.b + c / kBlock), c % kBlock / 16,
+                                                ratio_b);
             }
           }
-          pin_all();
-          warpgroup_sync(staging.barrier);  // all have read: one thread may release the stage for all
         }
+        pin_all();
+        warpgroup_sync(staging.barrier);  // all have read: one thread may release the stage for all
       }
       products_wait<1>();
       if (k > 0 && releases) barrier_arrive(previous, peer);
@@ -647,7 +644,7 @@ __device__ __forceinline__ void compute(Ring& ring, Staging& staging, const Frag
     for (int c = 0; c < kColumns; c += kBlock) {
       const int from = min(c, kColumns - kBlock), column = parts[p].column + from;
       if (!kSymmetric || column <= row) {
-        store_block<T, kOp>(acc[p] + from / 2, at, staging, map_d, row, column, place, s);
+        store_block<T, kOp>(acc[p] + from / 2, at, staging, map_d, row, column, place, s, near);
       }
     }
   }
@@ -692,14 +689,14 @@ __device__ __forceinline__ int columns_of(const Tile& tile, Op op, int warpgroup
 template <class T, Op kOp, int kColumns, class Ring>
 __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const Fragments& at,
                                             const TensorMap* map_d, const Task& task,
-                                            const Scalars& s, int columns) {
+                                            const Scalars& s, int near, int columns) {
   if constexpr (kColumns == 0) {
     __trap();
   } else if (columns == kColumns) {
-    compute<T, kOp, kColumns>(ring, staging, at, map_d, task, s);
+    compute<T, kOp, kColumns>(ring, staging, at, map_d, task, s, near);
   } else {
     constexpr int kNext = narrower(kColumns, kOp == Op::kSymmetric);
-    compute_any<T, kOp, kNext>(ring, staging, at, map_d, task, s, columns);
+    compute_any<T, kOp, kNext>(ring, staging, at, map_d, task, s, near, columns);
   }
 }
 
@@ -754,17 +751,19 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
         stand_by(ring, staging, task.k_blocks);
       } else if (tile.shape == Shape::kQuads) {
         if constexpr (kBlocks >= 4) {
-          compute<T, Op::kSymmetric, kBlock, 2>(ring, staging, at, map_d, task, s);
+          compute<T, Op::kSymmetric, kBlock, 2>(ring, staging, at, map_d, task, s, work.near);
         } else {
           __trap();
         }
       } else if (task.op == Op::kSymmetric) {
-        compute_any<T, Op::kSymmetric, kMaxColumns>(ring, staging, at, map_d, task, s, columns);
+        compute_any<T, Op::kSymmetric, kMaxColumns>(ring, staging, at, map_d, task, s, work.near,
+                                                    columns);
       } else if (task.op == Op::kApply) {
-        compute_any<T, Op::kApply, kMaxColumns>(ring, staging, at, map_d, task, s, columns);
+        compute_any<T, Op::kApply, kMaxColumns>(ring, staging, at, map_d, task, s, work.near,
+                                                columns);
       } else {
         compute_any<T, Op::kApplyTransposed, kMaxColumns>(ring, staging, at, map_d, task, s,
-                                                          columns);
+                                                          work.near, columns);
       }
       if (work.left != nullptr && !stands_by) {
         staging.untold = work.left + int64_t{tile.matrix} * work.product_count + tile.product;

@@ -185,6 +185,36 @@ impl Tile {
         }
     }
 
+    fn loads_b(&self) -> bool {
+        matches!(self.shape(), Shape::Whole | Shape::Half)
+    }
+
+    /// The first column that B is loaded for: the first row, where A is all that is loaded.
+    pub(super) fn first_of_b(&self) -> i32 {
+        if self.loads_b() {
+            self.column
+        } else {
+            self.row
+        }
+    }
+
+    /// How many blocks apart the first and the last are that are loaded, of A and of B.
+    pub(super) fn blocks_apart(&self) -> [usize; 2] {
+        let of_a = match self.shape() {
+            Shape::Half => 0,
+            Shape::Whole | Shape::Twins => 1,
+            Shape::Strips => 3,
+            Shape::Quads => 6,
+        };
+        let of_b = if self.loads_b() {
+            let (first, count) = (self.column as usize, self.columns());
+            (first + count - 1) / BLOCK - first / BLOCK
+        } else {
+            of_a
+        };
+        [of_a, of_b]
+    }
+
     /// How many warpgroups of a block compute and store a part of it.
     pub(super) fn warpgroups(&self) -> u32 {
         if self.shape() == Shape::Half { 1 } else { 2 }

@@ -1,17 +1,13 @@
 //! What is stored of a symmetric stack, and how a product reads it.
 //!
-//! Of each row the blocks up to the diagonal and a few to its right are stored. What lies further right is
-//! read from below the diagonal, down the columns. A tile reads all of its rows of an operand along them up
-//! to one block of K, and down the columns from there on, so the few must reach as far right as its last row
-//! does.
+//! Of each row the blocks up to the diagonal are stored, and few or none to its right. What lies further right
+//! is read from below the diagonal, down the columns. A tile reads all of its rows of an operand along them up
+//! to one block of K, and down the columns from there on: its first rows up to the few blocks right of the
+//! diagonal, and its last ones, further down, from so many blocks above it.
 
 use super::program::{Buffer, Product};
-use super::tiles::{BLOCK, Pair, Shape};
-
-/// So many blocks of each row, right of the diagonal's, are stored; as `kNear` in
-/// `kernels/hopper/products.cu`. Rows that are loaded together are at most four blocks, or four of every
-/// other block on the diagonal.
-const NEAR: usize = 3;
+use super::schedule::{Schedule, product_of};
+use super::tiles::{BLOCK, Tile};
 
 /// The most rows or columns of a matrix: tasks count blocks of K in 16 bits.
 pub(crate) const LONGEST_SIDE: usize = u16::MAX as usize * BLOCK;
@@ -29,13 +25,22 @@ enum Read {
 
 impl Read {
     /// From which block of K on rows that start at this one are read down the columns.
-    fn down_from(self, row: i32) -> u16 {
+    fn down_from(self, row: i32, near: usize) -> u16 {
         match self {
             Self::Along => u16::MAX, // never: there are no more blocks
             Self::Down => 0,
-            Self::Symmetric => u16::try_from(row as usize / BLOCK + NEAR + 1).unwrap_or(u16::MAX),
+            Self::Symmetric => u16::try_from(row as usize / BLOCK + near + 1).unwrap_or(u16::MAX),
         }
     }
+}
+
+/// The blocks of K from which on A and B of a tile are read down their columns, laid out as the end of `Task`
+/// in `kernels/hopper/products.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct DownFrom {
+    pub(crate) a: u16,
+    pub(crate) b: u16,
 }
 
 /// How a product's A and B are read.
@@ -65,21 +70,27 @@ impl Reads {
         }
     }
 
-    /// For each tile of a pair the blocks of K from which on its A and its B are read down the columns; of
-    /// a symmetric product that of B is no later than that of A.
-    pub(crate) fn down_from(self, pair: &Pair) -> [[u16; 2]; 2] {
-        let first = pair[0].row.min(pair[1].row);
-        pair.map(|tile| {
-            let of_b = match tile.shape() {
-                // Tiles that share B read it alike. Columns right of the diagonal of a tile's rows are not
-                // used, so they may be read where nothing is stored.
-                Shape::Whole | Shape::Half if tile.shared > 0 => tile.column.min(first),
-                Shape::Whole | Shape::Half => tile.column.min(tile.row),
-                Shape::Twins | Shape::Strips | Shape::Quads => tile.row,
-            };
-            [self.a.down_from(tile.row), self.b.down_from(of_b)]
-        })
+    /// Of a tile, where `near` blocks right of the diagonal are stored; of a symmetric product B is read down its
+    /// columns no later than A.
+    pub(crate) fn down_from(self, tile: &Tile, near: usize) -> DownFrom {
+        let b = self.b.down_from(tile.first_of_b(), near);
+        // B would be later only for columns right of the diagonal, where these rows of A are not used.
+        let a = self.a.down_from(tile.row, near).max(b);
+        DownFrom { a, b }
     }
+}
+
+/// How many blocks of each row, right of the diagonal's, must be stored for what the tiles read.
+pub(crate) fn near(program: &[Product], schedule: &Schedule) -> usize {
+    let blocks_apart = |tile: &Tile| {
+        let reads = Reads::of(product_of(program, tile));
+        let [of_a, of_b] = tile.blocks_apart();
+        let of_symmetric = |read, apart| if read == Read::Symmetric { apart } else { 0 };
+        of_symmetric(reads.a, of_a).max(of_symmetric(reads.b, of_b))
+    };
+    let most = schedule.tiles.iter().map(blocks_apart).max();
+    // The first half of them is read along the rows so far, the last half down the columns.
+    most.unwrap_or(0) / 2
 }
 
 #[cfg(test)]
@@ -88,8 +99,7 @@ mod tests {
 
     use super::*;
     use crate::hopper::program::program;
-    use crate::hopper::schedule::Schedule;
-    use crate::hopper::tiles::{HALF_BLOCK, Part, Tile};
+    use crate::hopper::tiles::{HALF_BLOCK, Part};
     use crate::hopper::workspace::Batch;
     use crate::{Coefficients, Method};
 
@@ -104,11 +114,10 @@ mod tests {
     }
 
     /// All that `store_block` of the kernels stores of symmetric results.
-    fn stored(schedule: &Schedule, program: &[Product]) -> BTreeSet<Place> {
+    fn stored(schedule: &Schedule, program: &[Product], near: usize) -> BTreeSet<Place> {
         let mut stored = BTreeSet::new();
         for tile in &schedule.tiles {
-            let product = usize::from(tile.product).min(program.len() - 1);
-            if !program[product].is_symmetric() {
+            if !product_of(program, tile).is_symmetric() {
                 continue;
             }
             for part in parts(tile, true) {
@@ -118,7 +127,7 @@ mod tests {
                         let r = part.row + down * HALF_BLOCK;
                         let c = column + across * HALF_BLOCK;
                         stored.insert((tile.product, tile.matrix, r, c));
-                        if part.row - column < (NEAR + 1) * BLOCK {
+                        if part.row - column < (near + 1) * BLOCK {
                             stored.insert((tile.product, tile.matrix, c, r));
                         }
                     }
@@ -129,18 +138,23 @@ mod tests {
     }
 
     /// What is read of symmetric stacks for a part, down the columns where it is said to be.
-    fn check(pair: &Pair, n: usize, program: &[Product], stored: &BTreeSet<Place>) {
+    fn check(
+        pair: &[Tile; 2],
+        n: usize,
+        program: &[Product],
+        (stored, near): (&BTreeSet<Place>, usize),
+    ) {
         let index = usize::from(pair[0].product).min(program.len() - 1);
         let product = program[index];
-        let all_down = Reads::of(&product).down_from(pair);
+        let all_down = pair.map(|tile| Reads::of(&product).down_from(&tile, near));
         if pair[0].shared > 0 {
-            assert_eq!(all_down[0][1], all_down[1][1], "{pair:?}");
+            assert_eq!(all_down[0].b, all_down[1].b, "{pair:?}");
         }
-        for (tile, [a_down, b_down]) in pair.iter().zip(all_down) {
-            assert!(b_down <= a_down, "{tile:?}");
+        for (tile, down_from) in pair.iter().zip(all_down) {
+            assert!(down_from.b <= down_from.a, "{tile:?}");
             for part in parts(tile, product.is_symmetric()) {
-                let of_a = (product.a, part.row, BLOCK, a_down);
-                let of_b = (product.b, part.column, part.columns, b_down);
+                let of_a = (product.a, part.row, BLOCK, down_from.a);
+                let of_b = (product.b, part.column, part.columns, down_from.b);
                 for (operand, across, width, down) in [of_a, of_b] {
                     if !operand.is_symmetric() {
                         continue;
@@ -170,6 +184,7 @@ mod tests {
     fn what_is_read_of_symmetric_stacks_is_stored() {
         const CLUSTERS: usize = 66; // of an H200
         let rows = Coefficients::default().steps(5);
+        let mut nears = BTreeSet::new();
         for (wide, n, m) in [
             (1, 100, 200),
             (1, 512, 512),
@@ -193,11 +208,14 @@ mod tests {
                     },
                     CLUSTERS,
                 );
-                let stored = stored(&schedule, &program);
+                let near = near(&program, &schedule);
+                nears.insert(near);
+                let stored = stored(&schedule, &program, near);
                 for pair in schedule.tiles.as_chunks().0 {
-                    check(pair, n, &program, &stored);
+                    check(pair, n, &program, (&stored, near));
                 }
             }
         }
+        assert_eq!(nears, BTreeSet::from([0, 1, 3]));
     }
 }

@@ -12,6 +12,7 @@ use super::steps::{Factors, Maps, Step, Task};
 use crate::hopper::program::Product;
 use crate::hopper::schedule::{Early, Launch, Schedule};
 use crate::hopper::tiles::Tile;
+use crate::hopper::triangle::near;
 
 /// What the kernel works off, laid out as `Work` in `kernels/hopper/products.cu`.
 #[derive(Clone, Copy)]
@@ -19,14 +20,14 @@ use crate::hopper::tiles::Tile;
 struct Work {
     products: u64,
     product_count: i32,
-    padding: i32,
+    near: i32,
     tasks: u64,
     rest: u64,
     /// 0 where each launch waits for the one before.
     left: u64,
 }
 
-// SAFETY: it is laid out as the kernels' struct, and its padding is explicit.
+// SAFETY: it is laid out as the kernels' struct, without padding.
 unsafe impl Plain for Work {}
 const _: () = assert!(size_of::<Work>() == 40);
 
@@ -67,13 +68,9 @@ impl Iterate {
         let is_counted = schedule.launches.len() == 1;
         let factors: Vec<_> = steps.iter().map(|step| step.factors).collect();
         let step = |tile: &Tile| &steps[usize::from(tile.product)];
-        let pairs = schedule.tiles.as_chunks().0.iter();
-        let down_from = pairs.flat_map(|pair| step(&pair[0]).reads.down_from(pair));
-        let tiles = schedule.tiles.iter().zip(down_from);
-        let tiles = tiles.zip(schedule.early(program));
-        let task = |((tile, down_from), early): ((&Tile, [u16; 2]), Early)| {
-            step(tile).task(*tile, down_from, early)
-        };
+        let near = near(program, schedule);
+        let tiles = schedule.tiles.iter().zip(schedule.early(program));
+        let task = |(tile, early): (&Tile, Early)| step(tile).task(*tile, near, early);
         let products = device.clone_htod(&factors)?;
         let tasks = device.clone_htod(&tiles.map(task).collect::<Vec<_>>())?;
         let rest = device.clone_htod(&schedule.rest)?;
@@ -97,7 +94,7 @@ impl Iterate {
             let work = Work {
                 products: all_products,
                 product_count,
-                padding: 0,
+                near: near as i32,
                 tasks: all_tasks + (launch.tiles_from * size_of::<Task>()) as u64,
                 rest: all_rest + (launch.rest_from * size_of::<i32>()) as u64,
                 left: left_of_all,

@@ -9,7 +9,7 @@ use super::maps::Stack;
 use crate::hopper::program::{Buffer, Product, Scalars, waits};
 use crate::hopper::schedule::Early;
 use crate::hopper::tiles::{BLOCK, Tile};
-use crate::hopper::triangle::Reads;
+use crate::hopper::triangle::{DownFrom, Reads};
 use crate::hopper::workspace::{Batch, Workspace};
 
 /// The most products that one waits for.
@@ -45,7 +45,7 @@ pub(super) struct Step {
     a: u8,
     b: u8,
     d: u8,
-    pub(super) reads: Reads,
+    reads: Reads,
     k_blocks: i32,
     /// The matrix that is the first one of D's stack.
     first: i32,
@@ -63,7 +63,7 @@ pub(super) struct Task {
     d: u8,
     k_blocks: i32,
     place: i32,
-    down_from: [u16; 2],
+    down_from: DownFrom,
 }
 
 // SAFETY: it is laid out as the kernels' struct, without padding.
@@ -75,8 +75,8 @@ const _: () = assert!(
 );
 
 impl Step {
-    /// With a tile of this product, and from which blocks of K on A and B are read down their columns.
-    pub(super) fn task(&self, tile: Tile, down_from: [u16; 2], early: Early) -> Task {
+    /// With a tile of this product, where `near` blocks right of the diagonal are stored.
+    pub(super) fn task(&self, tile: Tile, near: usize, early: Early) -> Task {
         let Self {
             op,
             a,
@@ -84,6 +84,7 @@ impl Step {
             d,
             k_blocks,
             first,
+            reads,
             ..
         } = *self;
         Task {
@@ -94,7 +95,7 @@ impl Step {
             d,
             k_blocks,
             place: tile.matrix - first,
-            down_from,
+            down_from: reads.down_from(&tile, near),
         }
     }
 }

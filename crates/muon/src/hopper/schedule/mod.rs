@@ -172,7 +172,7 @@ impl Schedule {
 }
 
 /// The last product is two, of wide and of tall matrices.
-fn product_of<'a>(program: &'a [Product], tile: &Tile) -> &'a Product {
+pub(super) fn product_of<'a>(program: &'a [Product], tile: &Tile) -> &'a Product {
     &program[usize::from(tile.product).min(program.len() - 1)]
 }
 
