@@ -14,8 +14,6 @@
 // rounding. Sums are hierarchical (thread, warp, block, matrix) in an order that depends on the
 // shape of the matrix alone. A zero matrix stays zero; one that is not finite becomes NaN.
 
-#include <cfloat>
-
 #include "hopper.cuh"
 
 namespace {
@@ -74,8 +72,8 @@ struct Vector {
   }
 };
 
-// sum · 4^exponent; that of elements is not beyond these, so that its power of two, and 16 times it, are
-// normal numbers, and so are the squares that count.
+// sum · 4^exponent. The exponent of elements is between the two below, so that 2^-exponent, 16 times that,
+// and the squares that count are normal numbers; that of a zero sum is `kNoExponent`.
 struct Squares {
   int exponent;
   float sum;
@@ -86,15 +84,10 @@ __device__ __forceinline__ float power_of_two(int exponent) {
   return __int_as_float((exponent + 127) << 23);
 }
 
-// x · 2^exponent, where neither half of the exponent leaves the normal range.
-__device__ __forceinline__ float times_power(float x, int exponent) {
-  const int half = exponent / 2;
-  return x * power_of_two(half) * power_of_two(exponent - half);
-}
-
-// Its sum for another exponent that is not less.
+// Its sum for another exponent that is not less. By more than 100 the term is lost anyway.
 __device__ __forceinline__ float with_exponent(Squares x, int exponent) {
-  return times_power(x.sum, 2 * max(x.exponent - exponent, -100));  // beyond it the term is lost anyway
+  const float power = power_of_two(max(x.exponent - exponent, -100));
+  return x.sum * power * power;
 }
 
 __device__ __forceinline__ Squares operator+(Squares a, Squares b) {
@@ -112,7 +105,8 @@ __device__ __forceinline__ Squares squares(const Vector<T> (&vectors)[kCount]) {
     for (int j = 0; j < kVector; ++j) largest = fmaxf(largest, fabsf(vectors[i][j]));
   }
   // What is no number is not seen here, but stays in the sum.
-  const int of_largest = largest > 0 ? ilogbf(fminf(largest, FLT_MAX)) : 0;
+  // Clamped, it is right for zero, subnormal and infinite ones too.
+  const int of_largest = (__float_as_int(largest) >> 23) - 127;
   const int exponent = min(max(of_largest, kLeastExponent), kMostExponent);
   const float power = power_of_two(-exponent);
   float sum = 0;
@@ -197,12 +191,13 @@ struct Normalizer {
   float factor, norm, reciprocal;
 
   __device__ explicit Normalizer(Squares total) {
-    factor = kScale * power_of_two(total.sum == 0 ? 0 : -total.exponent);
+    factor = kScale * power_of_two(total.exponent == kNoExponent ? 0 : -total.exponent);
     norm = total.sum == 0 ? 1.0f : sqrtf(total.sum);
     reciprocal = 1.0f / norm;
   }
   // The division is rounded once (Markstein), where nothing over- or underflows: the norm is from 2^-30
-  // to 2^20, and a quotient so small that its remainder is lost is zero in 16 bits.
+  // to 2^20; a quotient whose remainder is lost is below 2^-100, which is zero in f16 and of no account in
+  // bf16.
   __device__ __forceinline__ float operator()(float x) const {
     const float scaled = x * factor, q = scaled * reciprocal;
     return fmaf(fmaf(-q, norm, scaled), reciprocal, q);
@@ -221,18 +216,23 @@ __device__ __forceinline__ uint4 divided(const Vector<T>& x, const Normalizer& n
   return packed;
 }
 
-// The sum of the parts of a matrix, which other blocks may have written just now.
-__device__ __forceinline__ Squares sum_of_parts(const Squares* parts, int parts_of_matrix,
-                                                int index) {
+// The sum of so many parts of a matrix, over the threads of a block.
+template <class PartAt>
+__device__ __forceinline__ Squares sum_of_parts(int count, const PartAt& part_at) {
   Squares mine{kNoExponent, 0};
 #pragma unroll
   for (int i = 0; i < kMaxParts / kThreads; ++i) {
     const int part = i * kThreads + threadIdx.x;
-    if (part >= parts_of_matrix) continue;
-    const int2 bits = __ldcg(reinterpret_cast<const int2*>(parts) + index * parts_of_matrix + part);
-    mine = mine + Squares{bits.x, __int_as_float(bits.y)};
+    if (part < count) mine = mine + part_at(part);
   }
   return sum_over_block(mine);
+}
+
+// That of the parts that `measure` stored.
+__device__ __forceinline__ Squares sum_of_measured(const Squares* parts, int parts_of_matrix,
+                                                   int index) {
+  const Squares* of_matrix = parts + index * parts_of_matrix;
+  return sum_of_parts(parts_of_matrix, [&](int part) { return of_matrix[part]; });
 }
 
 // Grid: (anything, matrices). `pitch` is in elements, a multiple of 8; padding is zeroed. What was
@@ -261,7 +261,7 @@ __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squa
   };
   load();  // `measure` lets this start once what went before it has ended, so the matrices are there
   take_turn();
-  const Normalizer normalized(sum_of_parts(parts, parts_of_matrix, index));
+  const Normalizer normalized(sum_of_measured(parts, parts_of_matrix, index));
   while (true) {
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
@@ -285,7 +285,7 @@ __device__ __forceinline__ void divide(const Addresses& from, U* out, const Squa
 // A block's part of a sum as others wait for it, in one word with the number of its launch: whoever sees the
 // number sees the part, without a fence. Zero at first.
 struct Published {
-  unsigned long long word;
+  uint64_t word;
 
   static __device__ __forceinline__ Published load(const Published* from) {
     Published loaded;
@@ -297,26 +297,11 @@ struct Published {
     return {static_cast<int16_t>(word >> 32), __uint_as_float(static_cast<uint32_t>(word))};
   }
   static __device__ __forceinline__ void store(Published* to, uint16_t launch, Squares part) {
-    const unsigned long long word = (unsigned long long){launch} << 48 |
-                                    (unsigned long long){static_cast<uint16_t>(part.exponent)} << 32 |
-                                    __float_as_uint(part.sum);
+    const uint64_t exponent = static_cast<uint16_t>(part.exponent);
+    const uint64_t word = uint64_t{launch} << 48 | exponent << 32 | __float_as_uint(part.sum);
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
   }
 };
-
-// The sum of the parts of a matrix, once they are published.
-__device__ __forceinline__ Squares sum_of_published(const Published* parts, uint16_t launch) {
-  Squares mine{kNoExponent, 0};
-#pragma unroll
-  for (int i = 0; i < kMaxParts / kThreads; ++i) {
-    const int part = i * kThreads + threadIdx.x;
-    if (part >= gridDim.x) continue;
-    Published published = Published::load(parts + part);
-    while (published.launch() != launch) published = Published::load(parts + part);
-    mine = mine + published.part();
-  }
-  return sum_over_block(mine);
-}
 
 // Grid, at once: as that of `measure`, so that sums are the same, with at most 8 vectors a thread. Of
 // matrices at multiples of 16 bytes, without padding.
@@ -336,13 +321,17 @@ __device__ __forceinline__ void normalize(const Addresses& from, U* out, Publish
     const int64_t i = first + j * stride;
     vectors[j].load(matrix + i, i < elements);
   }
-  // All parts of a matrix are published as often as this one.
+  // All parts of a matrix are published as often as this one, since a launch takes all blocks of its matrices.
   const uint16_t launch = Published::load(parts + blockIdx.x).launch() + 1;
-  const Squares part = sum_over_block(Squares{kNoExponent, 0} + squares(vectors));
+  const Squares part = sum_over_block(squares(vectors));
   if (threadIdx.x == 0) Published::store(parts + blockIdx.x, launch, part);
   set_counts(left, all, products);
   __syncthreads();  // the warps' sums have been read
-  const Normalizer normalized(sum_of_published(parts, launch));
+  const Normalizer normalized(sum_of_parts(gridDim.x, [&](int part) {
+    Published published = Published::load(parts + part);
+    while (published.launch() != launch) published = Published::load(parts + part);
+    return published.part();
+  }));
 #pragma unroll
   for (int j = 0; j < kMeasured; ++j) {
     const int64_t i = first + j * stride;
@@ -359,7 +348,7 @@ __device__ __forceinline__ void divide_transposed(const Addresses& from, U* out,
   constexpr int kSide = 64, kPitch = kSide + 2;  // one word more a row keeps columns off one bank
   __shared__ U tile[kSide * kPitch];
   take_turn();
-  const Normalizer normalized(sum_of_parts(parts, parts_of_matrix, blockIdx.y));
+  const Normalizer normalized(sum_of_measured(parts, parts_of_matrix, blockIdx.y));
 
   bool aligned;
   const T* matrix = matrix_at<T>(from, blockIdx.y, &aligned);

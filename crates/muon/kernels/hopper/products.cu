@@ -7,8 +7,8 @@
 //
 // `symmetric` serves R = X Xᵀ (A = B = X, n × m) and the products of symmetric, commuting A and B.
 // It computes the tiles on and below the diagonal. Of what lies above, as many blocks of each row are stored
-// as the widest tiles need (`Work::near`), since the rows of a tile turn to reading down the columns at one
-// block of K; the rest is read from below the diagonal, transposed. So D equals its transpose bit for bit.
+// as the schedule's tiles need (`Work::near`), since the rows of a tile turn to reading down the columns at
+// one block of K; the rest is read from below the diagonal, transposed. So D equals its transpose bit for bit.
 // In Newton-Schulz what is added is always one of the factors. Its tile passes through shared memory
 // as a part of the sum over K, and is picked up there: nothing else is loaded.
 //

@@ -198,7 +198,7 @@ impl Tile {
         }
     }
 
-    /// How many blocks apart the first and the last are that are loaded, of A and of B.
+    /// How many blocks apart the first and the last are that it uses, of A and of B.
     pub(super) fn blocks_apart(&self) -> [usize; 2] {
         let of_a = match self.shape() {
             Shape::Half => 0,

@@ -3,7 +3,7 @@
 //! Of each row the blocks up to the diagonal are stored, and few or none to its right. What lies further right
 //! is read from below the diagonal, down the columns. A tile reads all of its rows of an operand along them up
 //! to one block of K, and down the columns from there on: its first rows up to the few blocks right of the
-//! diagonal, and its last ones, further down, from so many blocks above it.
+//! diagonal, and its last ones, further down, from at most so many blocks above it.
 
 use super::program::{Buffer, Product};
 use super::schedule::{Schedule, product_of};
@@ -39,8 +39,8 @@ impl Read {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct DownFrom {
-    pub(crate) a: u16,
-    pub(crate) b: u16,
+    a: u16,
+    b: u16,
 }
 
 /// How a product's A and B are read.
@@ -89,7 +89,8 @@ pub(crate) fn near(program: &[Product], schedule: &Schedule) -> usize {
         of_symmetric(reads.a, of_a).max(of_symmetric(reads.b, of_b))
     };
     let most = schedule.tiles.iter().map(blocks_apart).max();
-    // The first half of them is read along the rows so far, the last half down the columns.
+    // Of rows d blocks apart the first is read along up to `near` right of its diagonal, and the last down from
+    // d - near - 1 right of its own: both are stored if d ≤ 2 near + 1.
     most.unwrap_or(0) / 2
 }
 
@@ -99,7 +100,7 @@ mod tests {
 
     use super::*;
     use crate::hopper::program::program;
-    use crate::hopper::tiles::{HALF_BLOCK, Part};
+    use crate::hopper::tiles::{HALF_BLOCK, Pair, Part};
     use crate::hopper::workspace::Batch;
     use crate::{Coefficients, Method};
 
@@ -138,12 +139,7 @@ mod tests {
     }
 
     /// What is read of symmetric stacks for a part, down the columns where it is said to be.
-    fn check(
-        pair: &[Tile; 2],
-        n: usize,
-        program: &[Product],
-        (stored, near): (&BTreeSet<Place>, usize),
-    ) {
+    fn check(pair: &Pair, n: usize, near: usize, program: &[Product], stored: &BTreeSet<Place>) {
         let index = usize::from(pair[0].product).min(program.len() - 1);
         let product = program[index];
         let all_down = pair.map(|tile| Reads::of(&product).down_from(&tile, near));
@@ -212,7 +208,7 @@ mod tests {
                 nears.insert(near);
                 let stored = stored(&schedule, &program, near);
                 for pair in schedule.tiles.as_chunks().0 {
-                    check(pair, n, &program, (&stored, near));
+                    check(pair, n, near, &program, &stored);
                 }
             }
         }

@@ -46,7 +46,8 @@ pub(super) struct Edges {
     /// The address of the parts of sums of squares, and how many a matrix has.
     parts: (u64, usize),
     counts: Counts,
-    /// The parts of sums that blocks of `normalize` wait for.
+    /// For each block of a launch of `normalize` the part of a sum that others wait for; zero at first. The
+    /// number of blocks that a matrix has must not change.
     published: CudaSlice<u64>,
 }
 
