@@ -181,29 +181,23 @@ mod tests {
         const CLUSTERS: usize = 66; // of an H200
         let rows = Coefficients::default().steps(5);
         let mut nears = BTreeSet::new();
-        for (wide, n, m) in [
-            (1, 100, 200),
-            (1, 512, 512),
-            (1, 1024, 4096),
-            (4, 568, 2084),
-            (12, 768, 768),
-            (2, 886, 2167),
-            (1, 1157, 1950),
-            (1, 2048, 2048),
-            (1, 2304, 2400),
+        for (wide, tall, n, m) in [
+            (1, 0, 100, 200),
+            (1, 0, 512, 512),
+            (1, 0, 1024, 4096),
+            (4, 0, 568, 2084),
+            (12, 0, 768, 768),
+            (2, 0, 886, 2167),
+            (0, 1, 1157, 1950),
+            (1, 1, 1536, 1536),
+            (0, 1, 1800, 2000),
+            (1, 0, 2048, 2048),
+            (1, 0, 2304, 2400),
+            (1, 2, 2500, 2501),
         ] {
             for method in [Method::Standard, Method::Gram] {
                 let program = program(method, &rows);
-                let schedule = Schedule::new(
-                    &program,
-                    Batch {
-                        n,
-                        m,
-                        wide,
-                        tall: 0,
-                    },
-                    CLUSTERS,
-                );
+                let schedule = Schedule::new(&program, Batch { n, m, wide, tall }, CLUSTERS);
                 let near = near(&program, &schedule);
                 nears.insert(near);
                 let stored = stored(&schedule, &program, near);
