@@ -156,6 +156,31 @@ __device__ __forceinline__ void take_turn() {
           : "memory");
 }
 
+// ---- Loads that are asked for early ----
+
+// Loads 32 bytes, aligned to 16, of what no kernel writes. The compiler would put a plain load off, or use what it brings
+// at once. This one is issued about here, ahead of barriers that follow, and nothing waits for it before `pin_words`.
+__device__ __forceinline__ void load_words(uint32_t (&words)[8], const void* from) {
+  asm volatile(
+      "ld.global.v4.u32 {%0, %1, %2, %3}, [%8];\n"
+      "ld.global.v4.u32 {%4, %5, %6, %7}, [%8 + 16];"
+      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]), "=r"(words[4]),
+        "=r"(words[5]), "=r"(words[6]), "=r"(words[7])
+      : "l"(from));
+}
+
+// The same, of one word.
+__device__ __forceinline__ void load_word(uint32_t& word, const void* from) {
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(from));
+}
+
+// Keeps the compiler from using words, and so waiting for them, ahead of this point.
+template <int kCount>
+__device__ __forceinline__ void pin_words(uint32_t (&words)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(words[i])::"memory");
+}
+
 // ---- Bulk copies ----
 
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {

@@ -33,6 +33,8 @@
 //
 // A sum over K has the same order in any tile, so D does not depend on how the tiles are dealt.
 
+#include <string.h>
+
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
@@ -124,27 +126,41 @@ struct Work {
   uint32_t* left;     // product_count for each matrix, or none
 };
 
+// The first task of a block, and which pairs follow, asked for but not looked at before there is a `List`: where a
+// launch follows another, its blocks wait for these loads, and make their barriers meanwhile. No load needs what
+// another one brings.
+struct Asked {
+  uint32_t task[sizeof(Task) / 4];
+  uint32_t pairs[2];  // that follow: the first, and the one after the last
+
+  __device__ __forceinline__ Asked(const Work& work, uint32_t cluster, uint32_t rank) {
+    load_words(task, work.tasks + 2 * cluster + rank);
+    load_word(pairs[0], work.rest + cluster);
+    load_word(pairs[1], work.rest + cluster + 1);
+  }
+};
+
 // A block's tasks, one after the other.
 struct List {
-  const Task* rest;
-  int remaining;
+  const Task* tasks;
+  uint32_t pair, end;  // the next pair, and the one after the last
   Task task, next;
 
-  // The first one is found without another load: where a launch follows another, all wait for it.
-  __device__ List(const Work& work, uint32_t cluster, uint32_t rank)
-      : task(work.tasks[2 * cluster + rank]) {
-    const int begin = work.rest[cluster];
-    remaining = work.rest[cluster + 1] - begin;
-    rest = work.tasks + 2 * begin + rank;
+  __device__ __forceinline__ List(const Work& work, uint32_t rank, Asked& asked)
+      : tasks(work.tasks + rank) {
+    pin_words(asked.task);
+    pin_words(asked.pairs);
+    memcpy(&task, asked.task, sizeof(Task));
+    pair = asked.pairs[0];
+    end = asked.pairs[1];
   }
   __device__ __forceinline__ void load_next() {
-    if (remaining > 0) next = *rest;
+    if (pair < end) next = tasks[2 * pair];
   }
   __device__ __forceinline__ bool advance() {
-    if (remaining == 0) return false;
+    if (pair == end) return false;
     task = next;
-    rest += 2;
-    remaining -= 1;
+    pair += 1;
     return true;
   }
 };
@@ -710,7 +726,7 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   extern __shared__ uint8_t raw[];
   Ring<kBlocks> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
   const uint32_t rank = cluster_rank();
-  List list(work, cluster_index(), rank);
+  Asked asked(work, cluster_index(), rank);
   const int warpgroup = warp_index() / 4;
 
   if (warp_index() == 0 && elect()) {
@@ -722,9 +738,10 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
     barrier_init_fence();
   }
   cluster_sync();
+  List list(work, rank, asked);
 
   if (warpgroup == kWarpgroups) {
-    give_registers<40>();
+    give_registers<56>();  // with 40 what was asked for would be spilled, and waited for at once
     const int loader = warp_index() - 4 * kWarpgroups;
     if (loader < kLoaders && elect()) {
       if constexpr (kLoaders == 2) {
@@ -734,7 +751,7 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
       }
     }
   } else {
-    take_registers<232>();
+    take_registers<224>();  // what is left to each of two
     const uint32_t thread = threadIdx.x % kWarpgroupThreads;
     const Fragments at(thread);
     Staging staging{ring.shared + ring.kStagingAt + warpgroup * kStagingBytes,
