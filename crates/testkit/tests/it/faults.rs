@@ -1,5 +1,6 @@
 //! Collectives that fail: every rank gets a typed error in time, and its optimizer has ended with it.
 
+use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -208,6 +209,46 @@ fn collectives_that_are_late() -> Result<()> {
                         .with_context(|| format!("request {nth}"))?;
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// A checkpoint may take longer than any deadline, but not to begin.
+#[test]
+fn a_rank_that_does_not_come_to_a_checkpoint() -> Result<()> {
+    const SHORT: Duration = Duration::from_secs(1);
+    let fixture = fixture()?;
+    let config = settings(&fixture.model, Stage::Two, false);
+    let place = tempfile::tempdir()?;
+    let folder = place.path().join("checkpoint");
+    for saves in [true, false] {
+        let (came, told) = mpsc::channel();
+        let told = Mutex::new(told);
+        let comms = Loopback::world(WorldSize::new(WORLD)?, SHORT);
+        let errors = all_done(ranks::run(comms, |comm| -> Result<Option<Error>> {
+            let came = came.clone();
+            let mut worker =
+                Worker::new(comm, &fixture.initial, &fixture.model.roles, config.clone())?;
+            if worker.optimizer.rank() == ODD {
+                // Until the others have ended, or wait for good.
+                let told = told.lock().expect("one rank waits");
+                for _ in 1..WORLD {
+                    told.recv_timeout(20 * SHORT).context("the others wait")?;
+                }
+                return Ok(None);
+            }
+            let ended = if saves {
+                worker.optimizer.save(&folder)
+            } else {
+                worker.optimizer.load(&folder)
+            };
+            came.send(())?;
+            Ok(Some(ended.err().context("nobody was missing")?))
+        }))?;
+        for error in errors.into_iter().flatten() {
+            let text = format!("{error:#}");
+            ensure!(error.is_fatal() && text.contains("rank 1"), "{text}");
         }
     }
     Ok(())

@@ -26,8 +26,8 @@ pub(crate) struct Loaded {
 
 /// Reads this rank's slices. All ranks call it; nothing has changed until the result is [put in](Loaded::put_in).
 pub(crate) fn load(channel: &mut Channel, shard: &Shard, folder: &Path) -> Result<Loaded> {
+    channel.collect_in_order(&[])?; // the clock stands still only once all have come
     let _paused = channel.comm().pause();
-    channel.collect_in_order(&[])?;
     let loaded = read(shard, folder);
     let (loaded, ended) = match loaded {
         Ok(loaded) => (Some(loaded), Ok(())),

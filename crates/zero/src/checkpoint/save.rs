@@ -18,6 +18,7 @@ use crate::step::{Fragments, Shard, SliceState};
 
 /// Writes the state after `step` steps to a folder. All ranks call it with the same folder.
 pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Path) -> Result<()> {
+    channel.collect_in_order(&[])?; // the clock stands still only once all have come
     let _paused = channel.comm().pause();
     let rank = channel.rank();
     // Rank 0 alone says how files are called: another rank may see an older state of the folder.
