@@ -418,6 +418,7 @@ fn an_index_that_makes_no_sense_is_refused() -> Result<()> {
     let cases = [
         (tensors, "../beside.safetensors", "beside.safetensors"),
         (tensors, &absolute, "beside.safetensors"),
+        (tensors, "index.json", "`index.json`"),
         (tensors, "..", "`..`"),
         (tensors, ".", "`.`"),
         (tensors, "", "``"),
@@ -459,6 +460,7 @@ fn an_index_that_makes_no_sense_is_refused() -> Result<()> {
             beside.exists(),
             "{to}: a file outside the folder was removed"
         );
+        ensure!(path.exists(), "{to}: the new index was removed");
     }
     Ok(())
 }

@@ -85,9 +85,10 @@ impl Index {
         if let Some(name) = files.keys().find(|name| !adamw_steps.contains_key(*name)) {
             return Some(format!("`adamw_steps` has no `{name}`"));
         }
-        // Files are read, and removed when the checkpoint is replaced: nothing outside the folder must be.
-        let outside = files.iter().find(|(_, file)| !is_in_folder(file));
-        outside.map(|(name, file)| format!("`{file}`, of `{name}`, is no file in this folder"))
+        // Files are read, and removed when the checkpoint is replaced: nothing outside the folder must be, nor the index.
+        let outside = files.iter().find(|(_, file)| !is_of_tensors(file));
+        outside
+            .map(|(name, file)| format!("`{file}`, of `{name}`, is no tensor file in this folder"))
     }
 
     /// Replaces the folder's index, then removes the tensor files that only the one before it named.
@@ -128,8 +129,9 @@ impl Index {
     }
 }
 
-fn is_in_folder(file: &str) -> bool {
+fn is_of_tensors(file: &str) -> bool {
     let mut components = Path::new(file).components();
     let first = components.next();
-    matches!(first, Some(Component::Normal(name)) if name == file) && components.next().is_none()
+    let is_in_folder = matches!(first, Some(Component::Normal(name)) if name == file);
+    is_in_folder && components.next().is_none() && file != NAME
 }
