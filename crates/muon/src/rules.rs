@@ -132,10 +132,12 @@ pub(crate) fn suggested_matrices(shape: &[usize]) -> Option<Vec<MatrixShape>> {
 }
 
 fn by_default(name: &str, shape: &[usize]) -> Routed {
+    if is_empty(shape) {
+        return empty(name, shape);
+    }
     let lower = name.to_lowercase();
     let named = ADAMW_NAMES.into_iter().find(|part| lower.contains(part));
     let (decision, reason) = match (suggested_matrices(shape), named) {
-        _ if is_empty(shape) => (Decision::AdamW, Reason::Empty),
         (None, _) => (Decision::AdamW, Reason::FewDimensions),
         (_, Some(part)) => (Decision::AdamW, Reason::Name(part)),
         (Some(matrices), None) => (Decision::Muon(matrices), Reason::Hidden),
@@ -158,7 +160,21 @@ fn by_default(name: &str, shape: &[usize]) -> Routed {
     }
 }
 
+/// Without a look at its matrices: there may be any number of those without elements.
+fn empty(name: &str, shape: &[usize]) -> Routed {
+    Routed {
+        name: name.to_owned(),
+        shape: shape.to_vec(),
+        decision: Decision::AdamW,
+        reason: Reason::Empty,
+        warning: None,
+    }
+}
+
 fn by_rule(name: &str, shape: &[usize], (pattern, rule): &(String, Rule)) -> Result<Routed, Error> {
+    if is_empty(shape) {
+        return Ok(empty(name, shape));
+    }
     let matrices = match rule {
         Rule::AdamW => Some(Vec::new()),
         Rule::Muon => suggested_matrices(shape),
@@ -177,7 +193,6 @@ fn by_rule(name: &str, shape: &[usize], (pattern, rule): &(String, Rule)) -> Res
         },
     })?;
     let (decision, reason) = match rule {
-        _ if is_empty(shape) => (Decision::AdamW, Reason::Empty),
         Rule::AdamW => (Decision::AdamW, Reason::Rule(pattern.clone())),
         _ => (Decision::Muon(matrices), Reason::Rule(pattern.clone())),
     };

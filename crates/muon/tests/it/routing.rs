@@ -52,7 +52,9 @@ fn the_default_rule() {
 
 #[test]
 fn reasons_are_given_in_the_order_of_the_parameters() {
-    let rules = Rules::new().with("b*", Rule::AdamW);
+    let rules = Rules::new()
+        .with("b*", Rule::AdamW)
+        .with("none, *", Rule::Stack);
     let table = route(
         &rules,
         &[
@@ -61,6 +63,8 @@ fn reasons_are_given_in_the_order_of_the_parameters() {
             ("a", &[2]),
             ("embed", &[2, 2]),
             ("n", &[0, 2]),
+            ("none of many", &[1 << 62, 0, 4]),
+            ("none, by a rule", &[0, 1 << 40, 1 << 40, 1 << 40]),
         ],
     )
     .unwrap();
@@ -70,6 +74,8 @@ fn reasons_are_given_in_the_order_of_the_parameters() {
         Reason::Rule("b*".to_owned()),
         Reason::FewDimensions,
         Reason::Name("embed"),
+        Reason::Empty,
+        Reason::Empty,
         Reason::Empty,
     ];
     assert_eq!(reasons, expected);
