@@ -6,14 +6,16 @@ use crate::Error;
 /// Which products the iteration is made of. Both compute the same polynomial of the matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Method {
-    /// The one of fewer FLOPs: `Gram` from a long side of over 1.5 short sides, else `Standard`.
+    /// The one of fewer FLOPs: `Gram` from a long side of over 1.5 short sides, else `Standard`, which it is for
+    /// more than 7 steps too.
     #[default]
     Auto,
     /// Multiplies the n × m matrix twice a step.
     Standard,
     /// Iterates on the n × n Gram matrix, and multiplies the n × m one four times in all
     /// (Dao-AILab's Gram Newton-Schulz, restarted before the third step). A square matrix has
-    /// nothing to gain and takes `Standard`.
+    /// nothing to gain and takes `Standard`. Its rounding errors grow from step to step: on a matrix of
+    /// rank 1 it is 0.5% off after 7 steps in f32, 3% after 9, and infinite after 12.
     Gram,
 }
 
