@@ -398,8 +398,8 @@ pub enum Error {
         first: Arc<Self>,
     },
     /// A tensor operation failed.
-    #[error("a tensor operation failed")]
-    Tensor(#[source] Arc<candle_core::Error>),
+    #[error("a tensor operation failed: {0}")]
+    Tensor(Arc<candle_core::Error>),
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] polarshard_comm::Error),
