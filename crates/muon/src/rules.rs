@@ -114,6 +114,7 @@ impl Rules {
             }
             let rule = patterns.iter().position(|pattern| pattern.matches(name));
             entries.push(match rule {
+                _ if shape.contains(&0) => empty(name, shape),
                 Some(rule) => by_rule(name, shape, &self.overrides[rule])?,
                 None => by_default(name, shape),
             });
@@ -132,9 +133,6 @@ pub(crate) fn suggested_matrices(shape: &[usize]) -> Option<Vec<MatrixShape>> {
 }
 
 fn by_default(name: &str, shape: &[usize]) -> Routed {
-    if is_empty(shape) {
-        return empty(name, shape);
-    }
     let lower = name.to_lowercase();
     let named = ADAMW_NAMES.into_iter().find(|part| lower.contains(part));
     let (decision, reason) = match (suggested_matrices(shape), named) {
@@ -172,9 +170,6 @@ fn empty(name: &str, shape: &[usize]) -> Routed {
 }
 
 fn by_rule(name: &str, shape: &[usize], (pattern, rule): &(String, Rule)) -> Result<Routed, Error> {
-    if is_empty(shape) {
-        return Ok(empty(name, shape));
-    }
     let matrices = match rule {
         Rule::AdamW => Some(Vec::new()),
         Rule::Muon => suggested_matrices(shape),
@@ -215,10 +210,6 @@ fn suspicious_part(lower: &str) -> Option<&str> {
     let named = parts.iter().copied().find(|part| is_named(part));
     // `output` in the middle of a name is a layer's own: `attention.output.dense`.
     named.or(module.filter(|&part| part == "output"))
-}
-
-fn is_empty(shape: &[usize]) -> bool {
-    shape.contains(&0)
 }
 
 fn convolution(shape: &[usize]) -> Option<Vec<MatrixShape>> {
