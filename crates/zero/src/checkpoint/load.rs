@@ -8,7 +8,7 @@ use polarshard_partition::{ParamId, Span};
 
 use super::index::Index;
 use super::tensor_file::TensorFileReader;
-use super::{Kind, together};
+use super::{Kind, all_come, together};
 use crate::channel::Channel;
 use crate::error::{Error, Result};
 use crate::flat;
@@ -26,8 +26,7 @@ pub(crate) struct Loaded {
 
 /// Reads this rank's slices. All ranks call it; nothing has changed until the result is [put in](Loaded::put_in).
 pub(crate) fn load(channel: &mut Channel, shard: &Shard, folder: &Path) -> Result<Loaded> {
-    channel.collect_in_order(&[])?; // the clock stands still only once all have come
-    let _paused = channel.comm().pause();
+    let _paused = all_come(channel)?;
     let loaded = read(shard, folder);
     let (loaded, ended) = match loaded {
         Ok(loaded) => (Some(loaded), Ok(())),

@@ -9,6 +9,7 @@ mod load;
 mod save;
 mod tensor_file;
 
+use polarshard_comm::Pause;
 use polarshard_partition::{Rank, UpdateGroup};
 
 use crate::channel::Channel;
@@ -43,6 +44,12 @@ impl Kind {
         };
         format!("{kind}/{name}")
     }
+}
+
+/// Waits until all ranks have come, within the deadline, and only then lets the clock stand still.
+fn all_come(channel: &mut Channel) -> Result<Pause> {
+    channel.collect_in_order(&[])?;
+    Ok(channel.comm().pause())
 }
 
 /// Fails on all ranks if it failed on one.

@@ -10,7 +10,7 @@ use polarshard_partition::{Class, ParamId, Plan, Rank, Span};
 
 use super::index::Index;
 use super::tensor_file::TensorFileWriter;
-use super::{Kind, durable, together};
+use super::{Kind, all_come, durable, together};
 use crate::channel::Channel;
 use crate::error::{Error, Result};
 use crate::flat;
@@ -18,8 +18,7 @@ use crate::step::{Fragments, Shard, SliceState};
 
 /// Writes the state after `step` steps to a folder. All ranks call it with the same folder.
 pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Path) -> Result<()> {
-    channel.collect_in_order(&[])?; // the clock stands still only once all have come
-    let _paused = channel.comm().pause();
+    let _paused = all_come(channel)?;
     let rank = channel.rank();
     // Rank 0 alone says how files are called: another rank may see an older state of the folder.
     let numbers = channel.collect_in_order(&[Index::next_number(folder) as f64])?;
