@@ -256,48 +256,80 @@ __device__ __forceinline__ void in_order_of_k(const Task& task, const Until& unt
 }
 
 // Issues the loads of all tiles, from one lane. For tiles wider than 64 columns it is slower unrolled, and
-// slower from a lane for A and one for B (README.md): so it does not use `Boxes`.
+// slower from a lane for A and one for B (README.md): so it does not use `Boxes`. What the first tile takes of an
+// operand that earlier launches stored is loaded while the launch before ends.
 template <class Ring>
 __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& work, List list,
                                      uint32_t rank) {
   Awaited awaited;
-  take_turn();
-  while (true) {
+  const auto load_a = [&](const Ring& ring, const Extent& extent, int k, bool is_down) {
     const Tile& tile = list.task.tile;
-    const TensorMap *map_a = &maps.of[list.task.a], *map_b = &maps.of[list.task.b];
-    awaited.wait(work, tile);
-    const Extent extent(tile, rank);
-    int k = 0;
+    const TensorMap* map = &maps.of[list.task.a];
+#pragma unroll 1
+    for (int i = 0; i < extent.a_blocks; ++i) {
+      const int across = tile.row + i * extent.a_step;
+      const int column = is_down ? across : k * kBlock;
+      const int row = is_down ? k * kBlock : across;
+      load_box(ring.block(i), map, ring.full(), column, row, tile.matrix);
+    }
+  };
+  const auto load_b = [&](const Ring& ring, const Extent& extent, int k, bool is_down) {
+    const Tile& tile = list.task.tile;
+    const TensorMap* map = &maps.of[list.task.b];
+#pragma unroll 1
+    for (int c = extent.b_first; c < extent.b_blocks; c += extent.b_step) {
+      const int across = tile.column + c * kBlock;
+      const int column = is_down ? across : k * kBlock;
+      const int row = is_down ? k * kBlock : across;
+      const uint32_t to = ring.block(extent.a_blocks + c);
+      if (tile.shared) {
+        load_box_to_both(to, map, ring.full(), column, row, tile.matrix);
+      } else {
+        load_box(to, map, ring.full(), column, row, tile.matrix);
+      }
+    }
+  };
+  int k = 0;
+  if (list.task.early == Early::kNeither) {
+    take_turn();
+  } else {
+    const Extent extent(list.task.tile, rank);
+    const bool a_is_early = list.task.early == Early::kA;
+    const int first = min(list.task.k_blocks, int{Ring::kStages});
+    const auto load_first = [&](Ring ring, bool of_a, auto expects) {
+#pragma unroll 1
+      for (int k = 0; k < first; ++k) {
+        if (expects.value) barrier_expect(ring.full(), extent.bytes());
+        if (of_a) {
+          load_a(ring, extent, k, k >= list.task.a_down());
+        } else {
+          load_b(ring, extent, k, k >= list.task.b_down());
+        }
+        ring.advance();
+      }
+      return ring;
+    };
+    load_first(ring, a_is_early, std::true_type{});
+    take_turn();
+    ring = load_first(ring, !a_is_early, std::false_type{});
+    k = first;
+  }
+  while (true) {
+    awaited.wait(work, list.task.tile);
+    const Extent extent(list.task.tile, rank);
     const auto load_until = [&](int end, auto a_is_down, auto b_is_down) {
       for (; k < end; ++k) {
         barrier_wait(ring.empty(), ring.parity ^ 1);
         barrier_expect(ring.full(), extent.bytes());
-        // B first, since the peer waits for it too.
-#pragma unroll 1
-        for (int c = extent.b_first; c < extent.b_blocks; c += extent.b_step) {
-          const int across = tile.column + c * kBlock;
-          const int column = b_is_down.value ? across : k * kBlock;
-          const int row = b_is_down.value ? k * kBlock : across;
-          const uint32_t to = ring.block(extent.a_blocks + c);
-          if (tile.shared) {
-            load_box_to_both(to, map_b, ring.full(), column, row, tile.matrix);
-          } else {
-            load_box(to, map_b, ring.full(), column, row, tile.matrix);
-          }
-        }
-#pragma unroll 1
-        for (int i = 0; i < extent.a_blocks; ++i) {
-          const int across = tile.row + i * extent.a_step;
-          const int column = a_is_down.value ? across : k * kBlock;
-          const int row = a_is_down.value ? k * kBlock : across;
-          load_box(ring.block(i), map_a, ring.full(), column, row, tile.matrix);
-        }
+        load_b(ring, extent, k, b_is_down.value);  // first, since the peer waits for it too
+        load_a(ring, extent, k, a_is_down.value);
         ring.advance();
       }
     };
     in_order_of_k<true>(list.task, load_until);
     list.load_next();  // the ring is full, so there is time
     if (!list.advance()) return;
+    k = 0;
   }
 }
 
