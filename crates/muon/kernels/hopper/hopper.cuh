@@ -112,10 +112,14 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// Index of the warp in the block, through a shuffle, so that the compiler knows it to be the same
-// in all lanes.
+// A value that is the same in all lanes, through a shuffle, so that the compiler knows it to be.
+__device__ __forceinline__ uint32_t same_in_all_lanes(uint32_t value) {
+  return __shfl_sync(~0u, value, 0);
+}
+
+// Index of the warp in the block.
 __device__ __forceinline__ int warp_index() {
-  return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  return static_cast<int>(same_in_all_lanes(threadIdx.x / 32));
 }
 
 // True in one lane of a converged warp, always the same. Copies are issued under it: under another
@@ -135,6 +139,15 @@ __device__ __forceinline__ bool elect() {
 // A barrier of the 128 threads of one warpgroup; `id` from 1.
 __device__ __forceinline__ void warpgroup_sync(uint32_t id) {
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
+
+// Of two warpgroups the second one waits for the first.
+__device__ __forceinline__ void wait_for_first_warpgroup() {
+  asm volatile("bar.sync 3, 256;" ::: "memory");
+}
+
+__device__ __forceinline__ void let_second_warpgroup_go() {
+  asm volatile("bar.arrive 3, 256;" ::: "memory");
 }
 
 template <int kRegisters>

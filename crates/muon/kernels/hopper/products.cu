@@ -140,6 +140,17 @@ struct Asked {
   }
 };
 
+// A task, known to the compiler to be the same in all lanes, so that what loops over it is as well.
+__device__ __forceinline__ Task same_in_all_lanes(const Task& task) {
+  uint32_t words[sizeof(Task) / 4];
+  memcpy(words, &task, sizeof(Task));
+#pragma unroll
+  for (uint32_t& word : words) word = hopper::same_in_all_lanes(word);
+  Task same;
+  memcpy(&same, words, sizeof(Task));
+  return same;
+}
+
 // A block's tasks, one after the other.
 struct List {
   const Task* tasks;
@@ -262,6 +273,7 @@ template <class Ring>
 __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& work, List list,
                                      uint32_t rank) {
   Awaited awaited;
+  list.task = same_in_all_lanes(list.task);
   const auto load_a = [&](const Ring& ring, const Extent& extent, int k, bool is_down) {
     const Tile& tile = list.task.tile;
     const TensorMap* map = &maps.of[list.task.a];
@@ -299,11 +311,13 @@ __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& wo
     const auto load_first = [&](Ring ring, bool of_a, auto expects) {
 #pragma unroll 1
       for (int k = 0; k < first; ++k) {
-        if (expects.value) barrier_expect(ring.full(), extent.bytes());
-        if (of_a) {
-          load_a(ring, extent, k, k >= list.task.a_down());
-        } else {
-          load_b(ring, extent, k, k >= list.task.b_down());
+        if (elect()) {
+          if (expects.value) barrier_expect(ring.full(), extent.bytes());
+          if (of_a) {
+            load_a(ring, extent, k, k >= list.task.a_down());
+          } else {
+            load_b(ring, extent, k, k >= list.task.b_down());
+          }
         }
         ring.advance();
       }
@@ -320,15 +334,18 @@ __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& wo
     const auto load_until = [&](int end, auto a_is_down, auto b_is_down) {
       for (; k < end; ++k) {
         barrier_wait(ring.empty(), ring.parity ^ 1);
-        barrier_expect(ring.full(), extent.bytes());
-        load_b(ring, extent, k, b_is_down.value);  // first, since the peer waits for it too
-        load_a(ring, extent, k, a_is_down.value);
+        if (elect()) {
+          barrier_expect(ring.full(), extent.bytes());
+          load_b(ring, extent, k, b_is_down.value);  // first, since the peer waits for it too
+          load_a(ring, extent, k, a_is_down.value);
+        }
         ring.advance();
       }
     };
     in_order_of_k<true>(list.task, load_until);
     list.load_next();  // the ring is full, so there is time
     if (!list.advance()) return;
+    list.task = same_in_all_lanes(list.task);
     k = 0;
   }
 }
@@ -400,12 +417,13 @@ template <class Ring>
 __device__ __forceinline__ void load_operand(Ring ring, const Maps& maps, const Work& work,
                                              List list, uint32_t rank, bool of_a) {
   Awaited awaited;
+  list.task = same_in_all_lanes(list.task);
   Boxes boxes(maps, list.task, rank, of_a);
   int k = 0;
   const auto load_until = [&](int end, auto waits) {
     const auto load = [&](auto is_down) {
       if (waits.value) barrier_wait(ring.empty(), ring.parity ^ 1);
-      boxes.template load<is_down.value>(ring, k);
+      if (elect()) boxes.template load<is_down.value>(ring, k);
       ring.advance();
     };
     for (; k < min(end, boxes.down); ++k) load(std::false_type{});
@@ -418,6 +436,7 @@ __device__ __forceinline__ void load_operand(Ring ring, const Maps& maps, const 
     load_until(list.task.k_blocks, std::true_type{});
     list.load_next();
     if (!list.advance()) return;
+    list.task = same_in_all_lanes(list.task);
     boxes = Boxes(maps, list.task, rank, of_a);
     k = 0;
   }
@@ -756,7 +775,8 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   constexpr int kLoaders = kBlocks == 3 ? 2 : 1;
   static_assert(kLoaders == 1 || kBlocks <= kMostBoxes);
   extern __shared__ uint8_t raw[];
-  Ring<kBlocks> ring{(shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment};
+  Ring<kBlocks> ring{
+      hopper::same_in_all_lanes((shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment)};
   const uint32_t rank = cluster_rank();
   Asked asked(work, cluster_index(), rank);
   const int warpgroup = warp_index() / 4;
@@ -775,7 +795,7 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   if (warpgroup == kWarpgroups) {
     give_registers<56>();  // with 40 what was asked for would be spilled, and waited for at once
     const int loader = warp_index() - 4 * kWarpgroups;
-    if (loader < kLoaders && elect()) {
+    if (loader < kLoaders) {
       if constexpr (kLoaders == 2) {
         load_operand(ring, maps, work, list, rank, loader == 0);
       } else {
@@ -789,7 +809,7 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
     Staging staging{ring.shared + ring.kStagingAt + warpgroup * kStagingBytes,
                     1u + warpgroup, warp_index() % 4 == 0};
     do {
-      const Task& task = list.task;
+      const Task task = same_in_all_lanes(list.task);
       list.load_next();
       const Tile& tile = task.tile;
       const Scalars s = work.products[tile.product].scalars;
