@@ -21,7 +21,7 @@
 // The host deals the pairs of all products to the clusters. A tile has 128 rows, 64 for each of two
 // consumer warpgroups, and 64, 128, 160, 192 or 256 columns; `Shape` tells of others. Where the two
 // tiles of a pair start at the same column they share B: each block loads half of it for both. A tile
-// on the diagonal may be narrower than what it loads. One lane of a third warpgroup issues all loads,
+// on the diagonal may be narrower than what it loads. One warp of a third warpgroup issues all loads,
 // two where tiles have 64 columns, through a ring of stages with 64 of K each.
 //
 // A product of one matrix waits for others of the same matrix and for nothing else, so the matrices
@@ -266,9 +266,9 @@ __device__ __forceinline__ void in_order_of_k(const Task& task, const Until& unt
   until(task.k_blocks, down, down);
 }
 
-// Issues the loads of all tiles, from one lane. For tiles wider than 64 columns it is slower unrolled, and
-// slower from a lane for A and one for B (README.md): so it does not use `Boxes`. What the first tile takes of an
-// operand that earlier launches stored is loaded while the launch before ends.
+// Issues the loads of all tiles, from one warp: all lanes walk, and one of them copies. For tiles wider than 64
+// columns it is slower unrolled, and slower from a warp for A and one for B (README.md): so it does not use `Boxes`.
+// What the first tile takes of an operand that earlier launches stored is loaded while the launch before ends.
 template <class Ring>
 __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& work, List list,
                                      uint32_t rank) {
@@ -410,7 +410,7 @@ struct Boxes {
   }
 };
 
-// Issues the loads of A, or those of B, of all tiles, from one lane. What earlier launches stored is
+// Issues the loads of A, or those of B, of all tiles, from one warp. What earlier launches stored is
 // loaded while the launch before ends: that one waited for them before it let this one start, so it is
 // in the L2, where copies read.
 template <class Ring>
@@ -771,7 +771,7 @@ __device__ __forceinline__ void compute_any(Ring& ring, Staging& staging, const 
 template <class T, int kBlocks>
 __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   constexpr int kMaxColumns = kBlocks == 6 ? 256 : kBlocks == 4 ? 128 : 64;
-  // One lane's loop takes longer than the sums of a tile of 64 columns.
+  // For tiles of 64 columns two are faster (README.md).
   constexpr int kLoaders = kBlocks == 3 ? 2 : 1;
   static_assert(kLoaders == 1 || kBlocks <= kMostBoxes);
   extern __shared__ uint8_t raw[];
