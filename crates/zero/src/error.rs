@@ -362,6 +362,20 @@ pub enum Error {
         /// The ranks that know why.
         failed: Vec<Rank>,
     },
+    /// Ranks found different checkpoints: their folders are not one, or some see an older state of it.
+    #[error(
+        "rank {rank}: {} found another checkpoint than the one in `{}`",
+        ranks_text(differing),
+        folder.display()
+    )]
+    OtherCheckpoint {
+        /// This rank.
+        rank: Rank,
+        /// The ranks whose checkpoint is not this one's.
+        differing: Vec<Rank>,
+        /// This rank's.
+        folder: PathBuf,
+    },
     /// The model has a parameter that the checkpoint has not.
     #[error("the checkpoint in `{}` has no parameter `{name}`", folder.display())]
     NotInCheckpoint {

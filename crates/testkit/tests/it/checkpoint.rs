@@ -402,6 +402,97 @@ fn a_save_that_fails_leaves_the_earlier_checkpoint() -> Result<()> {
     Ok(())
 }
 
+/// Each rank a folder of its own. Where both have a checkpoint of the same number and step, nothing but the time of
+/// saving tells them apart; where they do not, the second rank's files are called as those that the first one's
+/// folder would have next.
+#[test]
+fn ranks_that_are_given_different_folders_neither_save_nor_load() -> Result<()> {
+    let model = Model::everything();
+    let initial = model.initial(SEED)?;
+    let names = trained(&model, &initial);
+    let run = RUNS[1];
+    let gradients = |seed| -> Result<Vec<StepGradients>> {
+        let one = model.gradients(Draw::Integers, seed, 0, 1, 1)?;
+        let one = &one[0][0];
+        Ok(vec![vec![vec![one.clone(); run.world]]])
+    };
+    for saves in [[1, 1], [1, 2]] {
+        let folders = [tempfile::tempdir()?, tempfile::tempdir()?];
+        let mut saved = Vec::new();
+        for (rank, folder) in folders.iter().enumerate() {
+            for _ in 1..saves[rank] {
+                run.weights(&model, None, &gradients(SEED)?, Some(folder.path()))?;
+            }
+            let gradients = gradients(SEED + rank as u64)?;
+            saved.push(run.weights(&model, None, &gradients, Some(folder.path()))?);
+        }
+        let listed = || -> Result<Vec<_>> {
+            let mut files = Vec::new();
+            for folder in &folders {
+                for file in fs::read_dir(folder.path())? {
+                    files.push(file?.path());
+                }
+            }
+            files.sort();
+            Ok(files)
+        };
+        let before = listed()?;
+        world(run.world, |comm| -> Result<()> {
+            let mut worker = Worker::new(comm, &initial, &model.roles, run.config(&model))?;
+            let rank = worker.optimizer.rank().0;
+            let folder = folders[rank].path();
+            let error = worker.optimizer.load(folder).err();
+            let error = error.context("two checkpoints were mixed")?;
+            let told = matches!(&error, Error::OtherCheckpoint { rank: of, differing, folder: own }
+                if *of == Rank(rank) && *differing == [Rank(1 - rank)] && own == folder);
+            ensure!(told, "rank {rank}: {error}");
+            let start: Vec<_> = names.iter().map(|(_, tensor)| tensor.clone()).collect();
+            same_bits(&names, &worker.weights()?, &start)?;
+            worker.step(&gradients(SEED)?[0])?;
+            let error = worker.optimizer.save(folder).err();
+            let error = error.context("an index names files that are not there")?;
+            let other = format!("{}-step-00000001-rank-00001.safetensors", saves[1]);
+            let told = match &error {
+                Error::Checkpoint { path, .. } => rank == 0 && *path == folder.join(other),
+                Error::CheckpointFailed { failed, .. } => rank == 1 && *failed == [Rank(0)],
+                _ => false,
+            };
+            ensure!(told, "rank {rank}: {error}");
+            worker.optimizer.verify_replicas()?;
+            Ok(worker.optimizer.shutdown()?)
+        })?;
+        ensure!(listed()? == before, "{:?}", listed()?);
+        for (folder, saved) in folders.iter().zip(&saved) {
+            let found = run.weights(&model, Some(folder.path()), &[], None)?;
+            same_bits(&names, &found, saved)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn each_rank_may_load_a_copy_of_its_own() -> Result<()> {
+    let model = Model::everything();
+    let names = trained(&model, &model.initial(SEED)?);
+    let run = RUNS[1];
+    let [folder, copy] = [tempfile::tempdir()?, tempfile::tempdir()?];
+    let gradients = steps(&model, run.world, 0, 1)?;
+    let saved = run.weights(&model, None, &gradients, Some(folder.path()))?;
+    for file in fs::read_dir(folder.path())? {
+        let file = file?;
+        fs::copy(file.path(), copy.path().join(file.file_name()))?;
+    }
+    let other = model.initial(SEED + 1)?;
+    world(run.world, |comm| -> Result<()> {
+        let mut worker = Worker::new(comm, &other, &model.roles, run.config(&model))?;
+        let own = [&folder, &copy][worker.optimizer.rank().0];
+        worker.optimizer.load(own.path())?;
+        same_bits(&names, &worker.weights()?, &saved)?;
+        Ok(worker.optimizer.shutdown()?)
+    })?;
+    Ok(())
+}
+
 /// What an index must not say, whoever wrote it.
 #[test]
 fn an_index_that_makes_no_sense_is_refused() -> Result<()> {

@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Component, Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
+use polarshard_partition::DigestWriter;
 use serde::{Deserialize, Serialize};
 
 use super::durable;
@@ -20,10 +22,14 @@ const MOST: u64 = 1 << 53;
 #[serde(deny_unknown_fields)]
 pub(super) struct Index {
     format: u32,
-    /// How many checkpoints the folder had before. No two in a row have the same, nor do their files.
+    /// How many checkpoints the folder had before, at least. No two in a row have the same, nor do their files.
     pub(super) number: u64,
     /// Steps applied.
     pub(super) step: u64,
+    /// Nanoseconds since 1970: it tells checkpoints of two runs apart whose index is the same otherwise, while copies of
+    /// one are the same. Checkpoints that were written before it was kept have none.
+    #[serde(default)]
+    saved_at: u64,
     /// The file of each parameter's tensors.
     pub(super) files: BTreeMap<String, String>,
     /// How often each parameter's AdamW moments were updated.
@@ -37,10 +43,12 @@ impl Index {
         files: BTreeMap<String, String>,
         adamw_steps: BTreeMap<String, u64>,
     ) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
             format: FORMAT,
             number,
             step,
+            saved_at: now.map_or(0, |since| since.as_nanos() as u64),
             files,
             adamw_steps,
         }
@@ -57,6 +65,47 @@ impl Index {
         }
     }
 
+    /// What ranks compare to find out whether they have read the same one.
+    pub(super) fn digest(&self) -> u64 {
+        let Self {
+            format,
+            number,
+            step,
+            saved_at,
+            files,
+            adamw_steps,
+        } = self;
+        let numbers = [u64::from(*format), *number, *step, *saved_at];
+        let digest = numbers
+            .into_iter()
+            .fold(DigestWriter::new(), DigestWriter::u64);
+        let digest = files
+            .iter()
+            .fold(digest.u64(files.len() as u64), |digest, (name, file)| {
+                digest.str(name).str(file)
+            });
+        let of_steps =
+            |digest: DigestWriter, (name, steps): (&String, &u64)| digest.str(name).u64(*steps);
+        adamw_steps.iter().fold(digest, of_steps).finish().0
+    }
+
+    /// Fails if a file that it names is not in the folder, by name: a rank was given another one.
+    pub(super) fn check_files(&self, folder: &Path) -> Result<()> {
+        for file in self.tensor_files() {
+            let path = folder.join(file);
+            fs::metadata(&path).map_err(|error| {
+                let reason = match error.kind() {
+                    ErrorKind::NotFound => std::io::Error::other(
+                        "a rank has written this file, but not where rank 0 looks for it: all must be given one folder",
+                    ),
+                    _ => error,
+                };
+                Error::checkpoint(&path, reason)
+            })?;
+        }
+        Ok(())
+    }
+
     /// The number of the next checkpoint in a folder.
     pub(super) fn next_number(folder: &Path) -> u64 {
         Self::read(folder).map_or(0, |before| before.number + 1)
@@ -68,6 +117,7 @@ impl Index {
             format,
             number,
             step,
+            saved_at: _,
             files,
             adamw_steps,
         } = self;

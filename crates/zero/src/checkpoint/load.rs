@@ -9,7 +9,7 @@ use polarshard_partition::{ParamId, Span};
 use super::index::Index;
 use super::tensor_file::TensorFileReader;
 use super::{Kind, all_come, together};
-use crate::channel::Channel;
+use crate::channel::{Channel, differing, exact};
 use crate::error::{Error, Result};
 use crate::flat;
 use crate::step::{Shard, SliceState};
@@ -19,6 +19,7 @@ use crate::step::{Shard, SliceState};
 pub(crate) struct Loaded {
     /// Steps applied.
     pub(crate) step: u64,
+    index_digest: u64,
     adamw_steps: Vec<u64>,
     /// Where values go, and the values.
     values: Vec<(Tensor, Tensor)>,
@@ -33,7 +34,18 @@ pub(crate) fn load(channel: &mut Channel, shard: &Shard, folder: &Path) -> Resul
         Err(error) => (None, Err(error)),
     };
     together(channel, ended)?;
-    Ok(loaded.expect("an error of this rank was returned"))
+    let loaded = loaded.expect("an error of this rank was returned");
+    let rank = channel.rank();
+    let digests = channel.collect(&[exact(loaded.index_digest)])?;
+    let differing = differing(&digests, 0, rank);
+    if !differing.is_empty() {
+        return Err(Error::OtherCheckpoint {
+            rank,
+            differing,
+            folder: folder.to_path_buf(),
+        });
+    }
+    Ok(loaded)
 }
 
 impl Loaded {
@@ -108,6 +120,7 @@ fn read(shard: &Shard, folder: &Path) -> Result<Loaded> {
     });
     Ok(Loaded {
         step: index.step,
+        index_digest: index.digest(),
         adamw_steps: adamw_steps.collect(),
         values,
     })

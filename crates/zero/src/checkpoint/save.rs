@@ -20,9 +20,10 @@ use crate::step::{Fragments, Shard, SliceState};
 pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Path) -> Result<()> {
     let _paused = all_come(channel)?;
     let rank = channel.rank();
-    // Rank 0 alone says how files are called: another rank may see an older state of the folder.
+    // A rank may see an older state of the folder; one that was given another folder must not write over what it has.
     let numbers = channel.collect_in_order(&[Index::next_number(folder) as f64])?;
-    let number = numbers[0][0] as u64;
+    let number = numbers.iter().map(|of_rank| of_rank[0] as u64).max();
+    let number = number.expect("a world has ranks");
     let names = Names { number, step };
     let writer = begin(shard.plan(), rank, names, folder);
     let written = match writer {
@@ -30,20 +31,20 @@ pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Pat
         // The other ranks wait for this one's slices.
         Err(error) => write_all(channel, shard, None).and(Err(error)),
     };
-    together(channel, written).inspect_err(|error| {
+    let remove_own = |error: &Error| {
         // No index will name it; but after a fatal error others may have gone on to the index.
         if !error.is_fatal() {
             let path = folder.join(names.of(rank));
             let _ = fs::remove_file(durable::beside(&path));
             let _ = fs::remove_file(path);
         }
-    })?;
-    let replaced = if rank == Rank(0) {
-        index(shard, names).replace(folder)
-    } else {
-        Ok(())
     };
-    together(channel, replaced)
+    together(channel, written).inspect_err(remove_own)?;
+    let index = (rank == Rank(0)).then(|| index(shard, names));
+    let index = index.as_ref();
+    let found = index.map_or(Ok(()), |index| index.check_files(folder));
+    together(channel, found).inspect_err(remove_own)?;
+    together(channel, index.map_or(Ok(()), |index| index.replace(folder)))
 }
 
 /// How the files of one checkpoint are called: otherwise than those of the one before it, also at the same step, so that

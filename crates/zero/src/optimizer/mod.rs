@@ -195,8 +195,8 @@ impl ZeroOptimizer {
     /// Frozen tensors and buffers belong to the model and are not saved.
     ///
     /// # Errors
-    /// [`Error::WithinStep`], [`Error::Checkpoint`] naming the file on the rank that met it and
-    /// [`Error::CheckpointFailed`] on the others: the earlier checkpoint is whole.
+    /// [`Error::WithinStep`], [`Error::Checkpoint`] naming the file on the rank that met it, on rank 0 where ranks were
+    /// given different folders, and [`Error::CheckpointFailed`] on the others: the earlier checkpoint is whole.
     pub fn save(&mut self, folder: impl AsRef<Path>) -> Result<()> {
         self.between_steps()?;
         let saved = checkpoint::save(
@@ -213,7 +213,8 @@ impl ZeroOptimizer {
     ///
     /// # Errors
     /// [`Error::WithinStep`]; [`Error::NotInCheckpoint`], [`Error::NotInModel`], [`Error::CheckpointShape`] and
-    /// [`Error::Checkpoint`], naming the parameter or file, and [`Error::CheckpointFailed`] on the other ranks: nothing
+    /// [`Error::Checkpoint`], naming the parameter or file, and [`Error::CheckpointFailed`] on the other ranks;
+    /// [`Error::OtherCheckpoint`] where ranks found different ones, as in different folders that are no copies: nothing
     /// has changed then, on any rank.
     pub fn load(&mut self, folder: impl AsRef<Path>) -> Result<()> {
         self.between_steps()?;
