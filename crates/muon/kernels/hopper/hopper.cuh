@@ -141,15 +141,6 @@ __device__ __forceinline__ void warpgroup_sync(uint32_t id) {
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
 }
 
-// Of two warpgroups the second one waits for the first.
-__device__ __forceinline__ void wait_for_first_warpgroup() {
-  asm volatile("bar.sync 3, 256;" ::: "memory");
-}
-
-__device__ __forceinline__ void let_second_warpgroup_go() {
-  asm volatile("bar.arrive 3, 256;" ::: "memory");
-}
-
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

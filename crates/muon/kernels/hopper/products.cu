@@ -91,7 +91,7 @@ enum class Early : uint8_t { kNeither, kA, kB };
 // A tile, with what it takes of its product to load and to store it. `a`, `b` and `d` are indices of
 // maps; D is neither A nor B. `k_blocks` is the number of columns of A in blocks of 64, rounded up,
 // `place` that of the matrix in D's stack. Before its block `a_down` K runs along the rows of A, from there
-// on down its columns; so for B with `b_down`, which is never later. `early` is for `load_operand` alone.
+// on down its columns; so for B with `b_down`, which is never later. `early` is of a block's first tile.
 struct alignas(16) Task {
   Tile tile;
   Op op : 4;
@@ -267,7 +267,7 @@ __device__ __forceinline__ void in_order_of_k(const Task& task, const Until& unt
 }
 
 // Issues the loads of all tiles, from one warp: all lanes walk, and one of them copies. For tiles wider than 64
-// columns it is slower unrolled, and slower from a warp for A and one for B (README.md): so it does not use `Boxes`.
+// columns it was slower unrolled, and slower from a warp for A and one for B (README.md): so it does not use `Boxes`.
 // What the first tile takes of an operand that earlier launches stored is loaded while the launch before ends.
 template <class Ring>
 __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& work, List list,
@@ -308,20 +308,21 @@ __device__ __forceinline__ void load(Ring ring, const Maps& maps, const Work& wo
     const Extent extent(list.task.tile, rank);
     const bool a_is_early = list.task.early == Early::kA;
     const int first = min(list.task.k_blocks, int{Ring::kStages});
-    const auto load_first = [&](Ring ring, bool of_a, auto expects) {
+    // No stage of a new ring need be waited for. The first one of two calls tells what both will bring.
+    const auto load_first = [&](Ring at, bool of_a, auto expects) {
 #pragma unroll 1
-      for (int k = 0; k < first; ++k) {
+      for (int block = 0; block < first; ++block) {
         if (elect()) {
-          if (expects.value) barrier_expect(ring.full(), extent.bytes());
+          if (expects.value) barrier_expect(at.full(), extent.bytes());
           if (of_a) {
-            load_a(ring, extent, k, k >= list.task.a_down());
+            load_a(at, extent, block, block >= list.task.a_down());
           } else {
-            load_b(ring, extent, k, k >= list.task.b_down());
+            load_b(at, extent, block, block >= list.task.b_down());
           }
         }
-        ring.advance();
+        at.advance();
       }
-      return ring;
+      return at;
     };
     load_first(ring, a_is_early, std::true_type{});
     take_turn();

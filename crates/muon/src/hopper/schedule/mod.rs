@@ -137,7 +137,7 @@ impl Schedule {
         best
     }
 
-    /// For each tile what can be loaded while the launch before ends. Only kernels of [`Stage::Of3`] do.
+    /// For each tile what can be loaded while the launch before ends. Of a cluster's first pair alone it is.
     pub(crate) fn early(&self, program: &[Product]) -> Vec<Early> {
         let mut early = Vec::with_capacity(self.tiles.len());
         let mut stored: Option<BTreeSet<Buffer>> = None;
