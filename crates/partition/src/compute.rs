@@ -50,6 +50,9 @@ impl Plan {
     /// The matrices that `rank` orthogonalizes, ascending: under `CopyToOwners` all of each Muon
     /// parameter that it owns a part of, under `ExchangeUpdate` those that it owns a part of, under
     /// `AssignOwner` those that it is the compute owner of.
+    ///
+    /// # Panics
+    /// If the rank is not of this plan's world.
     pub fn jobs(&self, rank: Rank) -> &[MatrixId] {
         match self.compute() {
             Compute::Assigned {

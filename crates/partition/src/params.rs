@@ -192,7 +192,7 @@ fn check_matrices(param: &Param, elems: usize) -> Result<(), Error> {
         span, rows, cols, ..
     } in &param.matrices
     {
-        if span.start != at || span.is_empty() {
+        if span.start != at || span.end <= span.start {
             return Err(tiling(at, span.start));
         }
         if rows.checked_mul(cols) != Some(span.len()) {
@@ -374,6 +374,12 @@ mod tests {
             Params::new(vec![param("a", &[0, 3], &[(0, 0, 3)])]),
             Err(Error::Tiling { .. })
         ));
+        let mut backwards = param("a", &[4, 3], &[(0, 2, 3), (6, 2, 3)]);
+        backwards.matrices[1].span.end = 5;
+        assert_eq!(
+            error(vec![backwards]),
+            "the matrices of a do not tile its 12 elements: expected one at 6, found 6"
+        );
     }
 
     #[test]
