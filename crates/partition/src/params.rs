@@ -192,7 +192,7 @@ fn check_matrices(param: &Param, elems: usize) -> Result<(), Error> {
         span, rows, cols, ..
     } in &param.matrices
     {
-        if span.start != at || span.end <= span.start {
+        if span.start != at || span.is_empty() {
             return Err(tiling(at, span.start));
         }
         if rows.checked_mul(cols) != Some(span.len()) {

@@ -35,7 +35,7 @@ impl Span {
 
     /// Whether there is none.
     pub const fn is_empty(self) -> bool {
-        self.start == self.end
+        self.end <= self.start
     }
 
     /// The elements that are in both; `None` where there is none.
