@@ -34,7 +34,7 @@ impl Buffer {
     }
 }
 
-/// The factors of a product, laid out as `Scalars` in `kernels/hopper/products.cu`.
+/// The factors of a product, laid out as `Scalars` in `kernels/hopper/tasks.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]
 pub(crate) struct Scalars {

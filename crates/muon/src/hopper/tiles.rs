@@ -52,7 +52,7 @@ impl Width {
     }
 }
 
-/// A block's part of a result, laid out as `Tile` in `kernels/hopper/products.cu`.
+/// A block's part of a result, laid out as `Tile` in `kernels/hopper/tasks.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C, align(16))]
 pub(crate) struct Tile {
@@ -67,7 +67,7 @@ pub(crate) struct Tile {
     pub(crate) shared: u8,
 }
 
-/// What a tile has of a region from its row and column on, numbered as in `kernels/hopper/products.cu`.
+/// What a tile has of a region from its row and column on, numbered as in `kernels/hopper/tasks.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Shape {

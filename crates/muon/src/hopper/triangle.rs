@@ -35,7 +35,7 @@ impl Read {
 }
 
 /// The blocks of K from which on A and B of a tile are read down their columns, laid out as the end of `Task`
-/// in `kernels/hopper/products.cu`.
+/// in `kernels/hopper/tasks.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct DownFrom {

@@ -14,7 +14,7 @@ use crate::hopper::schedule::{Early, Launch, Schedule};
 use crate::hopper::tiles::Tile;
 use crate::hopper::triangle::near;
 
-/// What the kernel works off, laid out as `Work` in `kernels/hopper/products.cu`.
+/// What the kernel works off, laid out as `Work` in `kernels/hopper/tasks.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Work {

@@ -24,7 +24,7 @@ enum Op {
     ApplyTransposed,
 }
 
-/// A product, laid out as `Product` in `kernels/hopper/products.cu`.
+/// A product, laid out as `Product` in `kernels/hopper/tasks.cuh`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(16))]
 pub(super) struct Factors {
@@ -51,7 +51,7 @@ pub(super) struct Step {
     first: i32,
 }
 
-/// A tile with what it takes to load and to store it, laid out as `Task` in `kernels/hopper/products.cu`.
+/// A tile with what it takes to load and to store it, laid out as `Task` in `kernels/hopper/tasks.cuh`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(16))]
 pub(super) struct Task {
@@ -101,7 +101,7 @@ impl Step {
 }
 
 /// Maps of the stacks of a workspace, by their [`Buffer`], and of the results of wide and of tall
-/// matrices, laid out as `Maps` in `kernels/hopper/products.cu`.
+/// matrices, laid out as `Maps` in `kernels/hopper/tasks.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct Maps([CUtensorMap; Buffer::ALL.len() + 2]);

@@ -52,7 +52,7 @@ pub(crate) struct Launch {
 }
 
 /// An operand of a tile that the launch before does not store: earlier launches have ended when this one
-/// starts. A, if it stores neither. Laid out as `Early` in `kernels/hopper/products.cu`.
+/// starts. A, if it stores neither. Laid out as `Early` in `kernels/hopper/tasks.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Early {
