@@ -6,8 +6,9 @@
 //! are medians on the device, of calls that follow each other without a wait, in groups of at least a
 //! millisecond. `peers/newton_schulz.py` times the peers in the same way.
 //!
-//! From n = 2048 on, `share` is the rate of all FLOPs that our kernels execute, over that of cuBLAS on
-//! n × n × n in f16, both sustained: power sets the pace of both.
+//! From n = 2048 on, `share` is the rate of all FLOPs that our kernels execute in the time of `ours`, over
+//! that of cuBLAS on n × n × n in f16, sustained; in `steady` ours is sustained as well: power sets the
+//! pace of both.
 
 use std::thread;
 use std::time::Duration;
@@ -87,8 +88,8 @@ fn main() -> Result<()> {
     let device = Device::new_cuda_with_stream(0)?;
     println!("milliseconds; `ceiling` is the floor's FLOPs at what cuBLAS reaches on n x n x n");
     print!(
-        "{:>18} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6}",
-        "", "ours", "f32", "cublas", "floor", "ceiling", "share"
+        "{:>18} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6} {:>6}",
+        "", "ours", "f32", "cublas", "floor", "ceiling", "share", "steady"
     );
     for peer in PEERS {
         print!(" {peer:>8}");
@@ -102,13 +103,14 @@ fn main() -> Result<()> {
         let ceiling = floor_flops(*batch, *n, *m) / rate * 1e3;
         print!("{:>18}", format!("{batch} x {n} x {m}"));
         print!(
-            " {:>8.3} {:>8.3} {:>8.3} {floor:>8.3} {ceiling:>8.3}",
+            " {:>8.4} {:>8.4} {:>8.3} {floor:>8.3} {ceiling:>8.3}",
             times.ours, times.ours_to_f32, times.cublas
         );
         if *n >= 2048 {
-            print!(" {:>6.2}", times.rate / rate);
+            let share = |milliseconds| times.flops / (milliseconds * 1e-3) / rate;
+            print!(" {:>6.3} {:>6.3}", share(times.ours), share(times.steady));
         } else {
-            print!(" {:>6}", "");
+            print!(" {:>6} {:>6}", "", "");
         }
         for peer in peers {
             match peer {
@@ -148,8 +150,10 @@ struct Times {
     ours: f64,
     ours_to_f32: f64,
     cublas: f64,
-    /// FLOPs that are executed in a second.
-    rate: f64,
+    /// `ours` after as long a warm-up as cuBLAS's rate has.
+    steady: f64,
+    /// FLOPs that `ours` executes.
+    flops: f64,
     choice: String,
 }
 
@@ -175,12 +179,12 @@ fn measure(batch: usize, rows: usize, cols: usize, device: &Device) -> Result<Ti
         Ok(())
     };
     let choice = ns.choice(device, batch, rows, cols)?;
-    let flops = choice.map_or(0, |choice| choice.flops) as f64;
     Ok(Times {
         ours: as_iterated(&ns, BRIEFLY)?,
         ours_to_f32: median(device, BRIEFLY, to_f32)?,
         cublas: as_iterated(&cublas, BRIEFLY)?,
-        rate: flops / (as_iterated(&ns, LONG)? * 1e-3),
+        steady: as_iterated(&ns, LONG)?,
+        flops: choice.map_or(0, |choice| choice.flops) as f64,
         choice: choice.map_or_else(String::new, |choice| choice.to_string()),
     })
 }
