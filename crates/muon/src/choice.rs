@@ -99,10 +99,7 @@ impl NewtonSchulz {
     /// Whether the kernels for Hopper are to be taken for matrices of at most so many rows and columns, on a
     /// device that may have them or not.
     pub(crate) fn takes_hopper_kernels(&self, gpu: Gpu, dtype: DType, longer_side: usize) -> bool {
-        // Without a step there is no product, and what the products of many wait for takes seconds to find.
-        let has_products = (1..=Self::MOST_STEPS).contains(&self.steps);
-        has_products
-            && longer_side <= LONGEST_SIDE
+        longer_side <= LONGEST_SIDE
             && self.kernels != Kernels::Cublas
             && gpu.has_hopper_kernels(dtype)
     }
@@ -278,12 +275,7 @@ mod tests {
             kernels: Kernels::Cublas,
             ..NewtonSchulz::default()
         };
-        let endless = NewtonSchulz {
-            steps: 100,
-            ..NewtonSchulz::default()
-        };
         for choice in [
-            endless.choose(H200, DType::F16, 1, 64, 64),
             ns.choose(a100, DType::F16, 1, 64, 64),
             ns.choose(blackwell, DType::F16, 1, 64, 64),
             ns.choose(too_small, DType::F16, 1, 64, 64),

@@ -41,13 +41,7 @@ impl MuonConfig {
         below_one("muon.momentum", self.momentum)?;
         non_negative("muon.weight_decay", self.weight_decay)?;
         shrinking("muon.lr * muon.weight_decay", self.lr * self.weight_decay)?;
-        let steps = self.newton_schulz.steps;
-        check(
-            "muon.newton_schulz.steps",
-            steps as f64,
-            (1..=NewtonSchulz::MOST_STEPS).contains(&steps),
-            "from 1 to 99",
-        )
+        self.newton_schulz.validate()
     }
 }
 
@@ -122,7 +116,7 @@ impl MuonWithAdamWConfig {
     }
 }
 
-fn check(
+pub(crate) fn check(
     field: &'static str,
     value: f64,
     ok: bool,
@@ -192,11 +186,11 @@ mod tests {
             ),
             (
                 muon(|c| c.newton_schulz.steps = 0),
-                "muon.newton_schulz.steps = 0",
+                "newton_schulz.steps = 0",
             ),
             (
                 muon(|c| c.newton_schulz.steps = 100),
-                "muon.newton_schulz.steps = 100",
+                "newton_schulz.steps = 100",
             ),
             (adamw(|c| c.lr = f64::INFINITY), "adamw.lr = inf"),
             (adamw(|c| c.beta1 = -0.1), "adamw.beta1 = -0.1"),

@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 
+use crate::config::check;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::normalize::{normalize, widen_transposed};
@@ -69,8 +70,21 @@ impl Default for NewtonSchulz {
 }
 
 impl NewtonSchulz {
-    /// The most steps that an optimizer takes, and the kernels for Hopper: many more than any are worth.
+    /// Many more than any are worth.
     pub const MOST_STEPS: usize = 99;
+
+    /// Whether every field is in its range.
+    ///
+    /// # Errors
+    /// [`Error::Config`] names the first field that is not, and its value.
+    pub fn validate(&self) -> Result<(), Error> {
+        check(
+            "newton_schulz.steps",
+            self.steps as f64,
+            (1..=Self::MOST_STEPS).contains(&self.steps),
+            "from 1 to 99",
+        )
+    }
 
     /// Orthogonalizes a matrix `(rows, cols)` or each matrix of a stack `(batch, rows, cols)`, of
     /// dtype f32, f16 or bf16 and any strides. The result is a new contiguous f32 tensor of the
@@ -78,7 +92,7 @@ impl NewtonSchulz {
     ///
     /// # Errors
     /// [`Error::NotAMatrix`] for another number of dimensions, [`Error::DType`] for another dtype,
-    /// and as [`Self::check_device`].
+    /// and as [`Self::validate`] and [`Self::check_device`].
     pub fn orthogonalize(&self, x: &Tensor) -> Result<Tensor, Error> {
         let (rows, cols) = match *x.dims() {
             [rows, cols] | [_, rows, cols] => (rows, cols),
@@ -256,6 +270,7 @@ impl NewtonSchulz {
     }
 
     fn check_operand(&self, x: &Tensor) -> Result<(), Error> {
+        self.validate()?;
         self.check_device(x.device())?;
         match x.dtype() {
             DType::F32 | DType::F16 | DType::BF16 => Ok(()),
@@ -292,7 +307,7 @@ impl NewtonSchulz {
     /// nothing to choose: on other devices, and without an element.
     ///
     /// # Errors
-    /// As [`Self::check_device`], and those of the device.
+    /// As [`Self::validate`] and [`Self::check_device`], and those of the device.
     #[cfg(feature = "cuda")]
     pub fn choice(
         &self,
@@ -301,6 +316,7 @@ impl NewtonSchulz {
         rows: usize,
         cols: usize,
     ) -> Result<Option<crate::Choice>, Error> {
+        self.validate()?;
         self.check_device(device)?;
         let Device::Cuda(cuda) = device else {
             return Ok(None);

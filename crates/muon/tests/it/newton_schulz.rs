@@ -216,6 +216,27 @@ fn the_input_is_not_modified_and_the_output_is_its_own() {
 }
 
 #[test]
+fn numbers_of_steps_that_cannot_be_meant_are_refused() {
+    let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu).unwrap();
+    for steps in [0, 100, 1 << 62, usize::MAX] {
+        let ns = NewtonSchulz {
+            steps,
+            ..NewtonSchulz::default()
+        };
+        let one = ns.orthogonalize(&x).unwrap_err();
+        let many = ns.orthogonalize_all(std::slice::from_ref(&x)).unwrap_err();
+        for error in [one, many] {
+            let said = error.to_string();
+            let expected = format!(
+                "newton_schulz.steps = {} must be from 1 to 99",
+                steps as f64
+            );
+            assert_eq!(said, expected);
+        }
+    }
+}
+
+#[test]
 fn empty_matrices_and_lists_are_left_empty() {
     let ns = NewtonSchulz::default();
     for shape in [&[0, 4][..], &[4, 0], &[0, 3, 4], &[2, 3, 0]] {

@@ -174,7 +174,7 @@ fn constructors_refuse_what_they_cannot_train() {
                     ..Default::default()
                 },
             ),
-            "muon.newton_schulz.steps = 0",
+            "newton_schulz.steps = 0",
         ),
     ];
     for (message, expected) in cases {
