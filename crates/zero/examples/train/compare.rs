@@ -47,10 +47,10 @@ pub(crate) fn train(options: &Options, text: &Text, run: &Run) -> Result<Unshard
     let mut optimizer = MuonWithAdamW::from_named(variables.clone(), &config.rules, groups)?;
 
     let held_out = text.held_out(Rank(0), 1, device)?;
-    let bar = progress::bar(options, true);
+    let steps = &run.steps;
+    let bar = progress::bar(steps, true);
     let mut curve = Curve::default();
-    let steps = options.steps.get();
-    for step in 0..steps {
+    for step in steps.clone() {
         curve.evaluate(&model, held_out.as_ref(), step, steps)?;
         optimizer.set_learning_rate(options.learning_rate(step));
         let batch = global_batch(options, text, world, step, device)?;
@@ -64,7 +64,7 @@ pub(crate) fn train(options: &Options, text: &Text, run: &Run) -> Result<Unshard
         curve.training.push(loss);
         progress::advance(&bar, loss);
     }
-    curve.evaluate(&model, held_out.as_ref(), steps, steps)?;
+    curve.evaluate(&model, held_out.as_ref(), steps.end, steps)?;
     bar.finish_and_clear();
     Ok(Unsharded {
         curve,

@@ -1,6 +1,8 @@
 //! Losses, as a run goes on.
 
-use anyhow::Result;
+use std::ops::Range;
+
+use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::model::Gpt;
@@ -12,6 +14,9 @@ const POINTS: usize = 10;
 /// The losses of a run, in nats a byte.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub(crate) struct Curve {
+    /// The steps done before.
+    #[serde(default)]
+    pub(crate) start: usize,
     /// Of each step's batches.
     pub(crate) training: Vec<f64>,
     /// Of the held-out text, now and then.
@@ -50,20 +55,22 @@ impl Curve {
         };
         let point = |point| HeldOut::mean(ranks.iter().map(|curve| curve.held_out[point]));
         Self {
+            start: ranks.first().map_or(0, |curve| curve.start),
             training: (0..steps).map(step).collect(),
             held_out: (0..points).map(point).collect(),
         }
     }
 
-    /// Adds the held-out loss after `step` of `steps` steps, if it is due: now and then, and at the end.
+    /// Adds the held-out loss when `step` steps are done, if it is due: at the start, now and then, and at the end.
     pub(crate) fn evaluate(
         &mut self,
         model: &Gpt,
         batch: Option<&Batch>,
         step: usize,
-        steps: usize,
+        steps: &Range<usize>,
     ) -> Result<()> {
-        if step == steps || step.is_multiple_of(steps.div_ceil(POINTS)) {
+        let done = step - steps.start;
+        if step == steps.end || done.is_multiple_of(steps.len().div_ceil(POINTS)) {
             self.held_out.push(HeldOut::of(model, batch, step)?);
         }
         Ok(())
@@ -88,6 +95,10 @@ impl HeldOut {
         let loss = model
             .loss(&batch.inputs, &batch.targets)?
             .to_scalar::<f32>()?;
+        ensure!(
+            loss.is_finite(),
+            "the held-out loss after step {step} is {loss}"
+        );
         Ok(Self {
             step,
             loss: f64::from(loss),

@@ -4,6 +4,8 @@
 //!
 //! ```text
 //! cargo run --release --example train -- --world 4 --placement whole --compare
+//! cargo run --release --example train -- --stop 60 --save target/half
+//! cargo run --release --example train -- --resume target/half --world 2
 //! cargo run --release --features nccl --example train -- --device cuda --spawn 2
 //! ```
 
@@ -72,10 +74,14 @@ fn train_and_tell(options: &Options, train: impl FnOnce(&Text) -> Result<Run>) -
     println!("text: {training} bytes to train on, {held_out} held out");
 
     // Before training: a folder that cannot be written to or a file that cannot be read should not cost a run.
-    fs::create_dir_all(&options.out)
-        .with_context(|| format!("cannot make {}", options.out.display()))?;
-    tempfile::tempfile_in(&options.out)
-        .with_context(|| format!("cannot write to {}", options.out.display()))?;
+    for folder in [Some(&options.out), options.save.as_ref()]
+        .into_iter()
+        .flatten()
+    {
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        tempfile::tempfile_in(folder)
+            .with_context(|| format!("cannot write to {}", folder.display()))?;
+    }
     let beside = options.beside.as_deref().map(Saved::read).transpose()?;
 
     let started = Instant::now();

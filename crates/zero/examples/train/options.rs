@@ -1,7 +1,7 @@
 //! The command line.
 
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
 use clap::{Parser, ValueEnum};
@@ -48,6 +48,18 @@ pub(crate) struct Options {
     /// Steps.
     #[arg(long, default_value = "120")]
     pub(crate) steps: NonZeroUsize,
+    /// Stop after this step, as if the others came: with --save, to go on later.
+    #[arg(long)]
+    pub(crate) stop: Option<NonZeroUsize>,
+    /// Save a checkpoint in this folder after the last step. All ranks must see it.
+    #[arg(long)]
+    pub(crate) save: Option<PathBuf>,
+    /// Save it after every so many steps, too; 0, after the last one only.
+    #[arg(long, requires = "save", default_value_t = 0)]
+    pub(crate) save_every: usize,
+    /// Go on from the checkpoint in this folder, with any number of ranks; not with --compare.
+    #[arg(long, conflicts_with = "compare")]
+    pub(crate) resume: Option<PathBuf>,
     /// Micro-batches a step, on each rank.
     #[arg(long, default_value = "2")]
     pub(crate) accumulate: NonZeroUsize,
@@ -146,13 +158,24 @@ impl Options {
             width.get() % heads.get() == 0 && (width.get() / heads.get()).is_multiple_of(2),
             "--width {width} must be a multiple of 2 x --heads {heads}: a head's features are rotated in pairs"
         );
+        if let Some(stop) = self.stop {
+            let steps = self.steps;
+            ensure!(
+                stop <= steps,
+                "--stop {stop} comes after the last of --steps {steps}"
+            );
+        }
         self.check_rates()?;
         self.check_sizes()
     }
 
     fn check_rates(&self) -> Result<()> {
+        let lr = self.lr;
+        ensure!(
+            lr.is_finite() && lr > 0.0,
+            "--lr {lr} must be a number above 0"
+        );
         for (option, value) in [
-            ("--lr", self.lr),
             ("--adamw-lr", self.adamw_lr),
             ("--weight-decay", self.weight_decay),
         ] {
@@ -216,9 +239,20 @@ impl Options {
             .finish()
     }
 
-    /// Whether the replicas are compared after this step, counted from 0.
-    pub(crate) fn verifies_after(&self, step: usize) -> bool {
-        self.verify_every > 0 && (step + 1).is_multiple_of(self.verify_every)
+    /// The steps done when training ends.
+    pub(crate) fn last(&self) -> usize {
+        self.stop.unwrap_or(self.steps).get()
+    }
+
+    /// Whether the replicas are compared when so many steps are done.
+    pub(crate) fn verifies_after(&self, done: usize) -> bool {
+        is_due(self.verify_every, done)
+    }
+
+    /// Where a checkpoint goes when so many steps are done, if one is due.
+    pub(crate) fn saves_after(&self, done: usize) -> Option<&Path> {
+        let due = done == self.last() || is_due(self.save_every, done);
+        self.save.as_deref().filter(|_| due)
     }
 
     /// What trains where, in words.
@@ -288,6 +322,11 @@ impl Options {
     }
 }
 
+/// Whether something happens after so many steps that happens after every so many; never for 0.
+fn is_due(every: usize, done: usize) -> bool {
+    every > 0 && done.is_multiple_of(every)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -301,6 +340,8 @@ mod tests {
             ("--width", "18446744073709551608"),
             ("--heads", "9223372036854775808"),
             ("--lr", "NaN"),
+            ("--lr", "0"),
+            ("--stop", "121"),
             ("--adamw-lr", "-1"),
             ("--weight-decay", "inf"),
             ("--clip", "0"),

@@ -1,15 +1,15 @@
 //! How far a run is, while it goes on.
 
+use std::ops::Range;
+
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::options::Options;
-
 /// A bar over the steps, drawn on a terminal only; of several ranks, one shows it.
-pub(crate) fn bar(options: &Options, shown: bool) -> ProgressBar {
+pub(crate) fn bar(steps: &Range<usize>, shown: bool) -> ProgressBar {
     if !shown {
         return ProgressBar::hidden();
     }
-    let bar = ProgressBar::new(options.steps.get() as u64);
+    let bar = ProgressBar::new(steps.end as u64).with_position(steps.start as u64);
     let template = "{bar:40} step {pos} of {len}, loss {msg}, {elapsed} ({eta} left)";
     match ProgressStyle::with_template(template) {
         Ok(style) => bar.with_style(style),

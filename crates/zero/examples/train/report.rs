@@ -28,7 +28,7 @@ pub(crate) fn tell(
     let ranks = &run.accounts;
     let curve = Curve::mean(&ranks.iter().map(|rank| &rank.curve).collect::<Vec<_>>());
     let (before, after) = curve.ends().context("the held-out text was never read")?;
-    let (steps, world) = (options.steps.get(), run.plan.layout().world());
+    let (steps, world) = (run.steps.len(), run.plan.layout().world());
     println!(
         "{} on {} in {:.0} s",
         counted(steps, "step"),
@@ -51,9 +51,10 @@ pub(crate) fn tell(
         });
     }
     let identical = ranks.iter().all(|rank| rank.identical);
-    let times = match steps.checked_div(options.verify_every) {
-        None | Some(0) => String::new(),
-        Some(times) => format!(", and {} on the way", counted(times, "time")),
+    let done = run.steps.clone().map(|step| step + 1);
+    let times = match done.filter(|done| options.verifies_after(*done)).count() {
+        0 => String::new(),
+        times => format!(", and {} on the way", counted(times, "time")),
     };
     println!(
         "replicas identical: {}{times}",

@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::curve::Curve;
 
+/// More than any run has.
+const MOST_STEPS: usize = 1 << 40;
+
 /// A curve, and what it is of.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Saved {
@@ -34,7 +37,9 @@ impl Saved {
     fn can_be_drawn(&self) -> bool {
         let evaluations = self.curve.held_out.iter().map(|evaluation| evaluation.loss);
         let mut losses = self.curve.training.iter().copied().chain(evaluations);
-        losses.all(|loss| (0.0..1e6).contains(&loss)) && !self.title.contains(char::is_control)
+        losses.all(|loss| (0.0..1e6).contains(&loss))
+            && self.curve.start < MOST_STEPS
+            && !self.title.contains(char::is_control)
     }
 }
 
@@ -44,7 +49,7 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read() {
-        let json = r#"{"title":"Muon on 2 ranks","curve":{"training":[5.5,2.25],"held_out":[{"step":2,"loss":2.5,"sequences":64}]}}"#;
+        let json = r#"{"title":"Muon on 2 ranks","curve":{"start":7,"training":[5.5,2.25],"held_out":[{"step":2,"loss":2.5,"sequences":64}]}}"#;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("loss.json");
         fs::write(&path, json).unwrap();
@@ -57,6 +62,7 @@ mod tests {
             "5.5,2.25",
             &json.replace("5.5", "1e308"),
             &json.replace("2.5", "-1"),
+            &json.replace("\"start\":7", "\"start\":18446744073709551615"),
             &json.replace("Muon", "\\u0000"),
         ] {
             fs::write(&path, foreign).unwrap();

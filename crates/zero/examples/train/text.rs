@@ -166,21 +166,22 @@ fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     let entries =
         fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))?;
     for entry in entries {
-        let (path, name) = {
-            let entry = entry?;
-            (
-                entry.path(),
-                entry.file_name().to_string_lossy().into_owned(),
-            )
-        };
+        let entry = entry?;
+        // Of the entry itself: a link may lead back, or out of the repository.
+        let kind = entry.file_type()?;
+        let (path, name) = (
+            entry.path(),
+            entry.file_name().to_string_lossy().into_owned(),
+        );
         // Outputs and test vectors are no text.
-        if path.is_dir() {
+        if kind.is_dir() {
             if !name.starts_with('.') && !["target", "golden"].contains(&name.as_str()) {
                 collect(&path, files)?;
             }
-        } else if ["rs", "md", "toml"]
-            .iter()
-            .any(|kind| path.extension().is_some_and(|found| found == *kind))
+        } else if kind.is_file()
+            && ["rs", "md", "toml"]
+                .iter()
+                .any(|ending| path.extension().is_some_and(|found| found == *ending))
         {
             files.push(path);
         }

@@ -1,6 +1,8 @@
 //! One rank's training, on its own micro-batches.
 
-use anyhow::{Context, Result, bail};
+use std::ops::Range;
+
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
 use polarshard_comm::{CallLog, Communicator, Recording, Shared};
 use polarshard_partition::{Plan, Rank};
@@ -20,6 +22,7 @@ pub(crate) struct Run {
     /// What each rank tells.
     pub(crate) accounts: Vec<Account>,
     pub(crate) plan: Plan,
+    pub(crate) steps: Range<usize>,
     /// The weights after the last step, in registration order.
     pub(crate) weights: Vec<(String, Tensor)>,
 }
@@ -43,7 +46,8 @@ pub(crate) fn train(
         println!("{}", table::model(optimizer.plan()));
     }
 
-    let account = all_steps(&model, &mut optimizer, &log, options, text)?;
+    let steps = steps(&mut optimizer, options)?;
+    let account = all_steps(&model, &mut optimizer, &log, options, &steps, text)?;
     let plan = optimizer.plan().clone();
     optimizer.shutdown()?;
     let accounts = gather(&mut comm, &account)?;
@@ -56,8 +60,23 @@ pub(crate) fn train(
     Ok(Some(Run {
         accounts,
         plan,
+        steps,
         weights: weights(&store)?,
     }))
+}
+
+/// From the checkpoint's step on, if there is one.
+fn steps(optimizer: &mut ZeroOptimizer, options: &Options) -> Result<Range<usize>> {
+    let last = options.last();
+    if let Some(folder) = &options.resume {
+        optimizer.load(folder)?;
+    }
+    let start = usize::try_from(optimizer.steps())?;
+    ensure!(
+        start < last,
+        "{start} steps are done in the checkpoint, and {last} when training ends"
+    );
+    Ok(start..last)
 }
 
 fn all_steps(
@@ -65,18 +84,21 @@ fn all_steps(
     optimizer: &mut ZeroOptimizer,
     log: &CallLog,
     options: &Options,
+    steps: &Range<usize>,
     text: &Text,
 ) -> Result<Account> {
     let (rank, world) = (optimizer.rank(), optimizer.world());
-    // What ranks said to agree on the optimizer belongs to no step.
+    // What ranks said to agree on the optimizer, and to load it, belongs to no step.
     log.take();
     let held_out = text.held_out(rank, world.get(), model.device())?;
-    let bar = progress::bar(options, rank == Rank(0));
-    let mut curve = Curve::default();
+    let bar = progress::bar(steps, rank == Rank(0));
+    let mut curve = Curve {
+        start: steps.start,
+        ..Curve::default()
+    };
     let mut recorded = Tallies::default();
     let (mut unreduced_peak, mut orthogonalized) = (0, 0);
-    let steps = options.steps.get();
-    for step in 0..steps {
+    for step in steps.clone() {
         curve.evaluate(model, held_out.as_ref(), step, steps)?;
         optimizer.set_learning_rate(options.learning_rate(step))?;
         let mut sum = 0.0;
@@ -95,21 +117,25 @@ fn all_steps(
         orthogonalized = report.orthogonalized;
         let loss = sum / options.accumulate.get() as f64;
         curve.training.push(loss);
-        if options.verifies_after(step) {
+        let done = step + 1;
+        if options.verifies_after(done) {
             optimizer
                 .verify_replicas()
                 .with_context(|| format!("after step {step}"))?;
-            // The proof is no part of the step.
-            log.take();
         }
+        if let Some(folder) = options.saves_after(done) {
+            optimizer.save(folder)?;
+        }
+        // Neither is a part of the step.
+        log.take();
         progress::advance(&bar, loss);
     }
-    curve.evaluate(model, held_out.as_ref(), steps, steps)?;
+    curve.evaluate(model, held_out.as_ref(), steps.end, steps)?;
     bar.finish_and_clear();
 
     let foreseen = optimizer.plan().predict(rank, &optimizer.terms()).calls;
     let mut predicted = Tallies::default();
-    predicted.add(world, &foreseen, steps as u64);
+    predicted.add(world, &foreseen, steps.len() as u64);
     let identical = match optimizer.verify_replicas() {
         Ok(()) => true,
         Err(Error::ReplicasDiffer { .. }) => false,
@@ -131,4 +157,73 @@ fn weights(store: &ParamStore) -> Result<Vec<(String, Tensor)>> {
     names
         .map(|(name, _)| Ok((name.clone(), store.get(&name)?.detach().copy()?)))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use clap::Parser;
+    use polarshard_partition::WorldSize;
+
+    use super::*;
+    use crate::threads;
+
+    /// A small model's run on so many ranks.
+    fn run(world: usize, more: &[&str]) -> Result<Run> {
+        let small = "train --layers 1 --width 16 --heads 2 --context 8 --batch 1 --accumulate 1 --bucket-size 2000";
+        let options = Options::try_parse_from(small.split(' ').chain(more.iter().copied()))?;
+        threads::train(WorldSize::new(world)?, &options, &Text::read(&options)?)
+    }
+
+    #[test]
+    fn a_run_in_two_parts_ends_as_one_in_one() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let text = folder.path().join("text");
+        fs::write(&text, "Of what is cut, nobody holds the whole. ".repeat(20))?;
+        let (text, saved) = (text.to_string_lossy(), folder.path().join("saved"));
+        let saved = saved.to_string_lossy();
+        let of_six = ["--text", &*text, "--steps", "6"];
+
+        let whole = run(2, &of_six)?;
+        assert_eq!(whole.steps, 0..6);
+        let first = [&of_six[..], &["--stop", "4", "--save", &*saved]].concat();
+        assert_eq!(run(2, &first)?.steps, 0..4);
+        let resumed = [&of_six[..], &["--resume", &*saved]].concat();
+        let second = run(2, &resumed)?;
+        assert_eq!(second.steps, 4..6);
+        for ((name, whole), (_, second)) in whole.weights.iter().zip(&second.weights) {
+            let values = |tensor: &Tensor| tensor.flatten_all()?.to_vec1::<f32>();
+            assert_eq!(values(whole)?, values(second)?, "{name}");
+        }
+        let losses = |run: &Run| run.accounts[1].curve.training.clone();
+        assert_eq!(losses(&whole)[4..], losses(&second));
+        let recorded = |run: &Run| run.accounts[0].recorded == run.accounts[0].predicted;
+        assert!(recorded(&whole) && recorded(&second));
+
+        assert_eq!(run(3, &resumed)?.steps, 4..6);
+        let done = run(2, &[&first[..], &["--resume", &*saved]].concat());
+        let error = format!("{:#}", done.err().context("nothing is left to do")?);
+        assert!(
+            error.contains("4 steps are done in the checkpoint, and 4 when"),
+            "{error}"
+        );
+        Ok(())
+    }
+
+    #[test]
+    fn checkpoints_are_saved_now_and_then_and_at_the_end() -> Result<()> {
+        let due = |more: &str| {
+            let words = "train --steps 7 --save there"
+                .split(' ')
+                .chain(more.split(' '));
+            let options = Options::try_parse_from(words)?;
+            let due = (1..=7).filter(|done| options.saves_after(*done).is_some());
+            Ok::<_, clap::Error>(due.collect::<Vec<_>>())
+        };
+        assert_eq!(due("--save-every 3")?, [3, 6, 7]);
+        assert_eq!(due("--save-every 0")?, [7]);
+        assert_eq!(due("--stop 5")?, [5]);
+        Ok(())
+    }
 }

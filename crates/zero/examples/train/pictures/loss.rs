@@ -92,7 +92,8 @@ impl Axes {
         let (lowest, highest) = losses.fold((f64::INFINITY, 0f64), |(low, high), loss| {
             (low.min(loss), high.max(loss))
         });
-        let steps = curves.map(|curve| curve.training.len()).max().unwrap_or(1);
+        let ends = curves.map(|curve| curve.start + curve.training.len());
+        let steps = ends.max().unwrap_or(1);
         let lowest = (2.0 * lowest).floor() / 2.0;
         Self {
             steps: steps as f64,
@@ -136,7 +137,7 @@ impl Axes {
 
     /// A step's loss is that of the weights before it.
     fn training(&self, canvas: &mut Canvas, curve: &Curve, style: &str) {
-        let points = curve.training.iter().enumerate();
+        let points = (curve.start..).zip(&curve.training);
         canvas.path(
             points.map(|(step, loss)| self.at(step as f64, *loss)),
             style,
