@@ -63,6 +63,7 @@ impl AdamWGroup {
         for (pending, found) in pending.iter().zip(survey_all(&gradients)?) {
             let weights = &self.parameters[pending.parameter].weights;
             weights.check_finite(found.non_finite)?;
+            weights.check_squares(found.sum_of_squares)?;
         }
         Ok(pending)
     }

@@ -187,6 +187,14 @@ pub enum Error {
         /// How many.
         count: u64,
     },
+    /// A gradient of AdamW's is so large that its second moment would be infinite, and stay so.
+    #[error("the gradient of {name} has norm {norm:e}, whose square f32 cannot hold")]
+    GradientRange {
+        /// The parameter.
+        name: String,
+        /// The gradient's norm.
+        norm: f64,
+    },
     /// candle failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),

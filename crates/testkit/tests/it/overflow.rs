@@ -208,7 +208,7 @@ fn the_loss_scale_leaves_no_trace() -> Result<()> {
     Ok(())
 }
 
-/// Each of them is fine in f32, what they make together is not.
+/// Each of them is fine in f32, what they make together, or its squares, is not.
 #[test]
 fn a_mean_that_f32_cannot_hold_changes_nothing() -> Result<()> {
     let model = Model::everything();
@@ -220,6 +220,7 @@ fn a_mean_that_f32_cannot_hold_changes_nothing() -> Result<()> {
         (1e-30, 1e-30, None),
         (1e-37, 1.0, None),
         (1e30, 1e30, None),
+        (1e-22, 1.0, None),
         (1e-20, 1.0, Some(1e-30)),
     ];
     let expected = unsharded(&names, &config(&model), std::slice::from_ref(&step))?;

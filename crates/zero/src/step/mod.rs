@@ -96,7 +96,7 @@ impl Stepper {
             Ok(Decision::Apply(verdict)) => {
                 let (gradient_norm, clip_factor) = norm(&verdict, config);
                 let factors = self.factors(intake, config, &verdict, clip_factor);
-                if factors.iter().all(Factors::are_usable) && (gradient_norm as f32).is_finite() {
+                if factors.iter().all(Factors::are_usable) && fits(gradient_norm, clip_factor) {
                     // Half of the state may be new when an error comes: it cannot be survived.
                     let orthogonalized = self
                         .apply(intake, config, &verdict, &factors)
@@ -251,4 +251,11 @@ fn norm(verdict: &Verdict, config: &Config) -> (f64, f64) {
         Some(most) if norm > most => (norm, most / norm),
         _ => (norm, 1.0),
     }
+}
+
+/// Whether f32 holds a mean gradient of this norm and, once it is clipped, its squares: a second moment of AdamW that is
+/// infinite would stay so.
+fn fits(norm: f64, clip_factor: f64) -> bool {
+    let squared = (norm * clip_factor).powi(2);
+    (norm as f32).is_finite() && (squared as f32).is_finite()
 }

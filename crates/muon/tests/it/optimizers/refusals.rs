@@ -57,6 +57,10 @@ fn a_step_that_fails_changes_nothing() {
             with(2, nan),
             "gradient of c has 6 elements that are not finite",
         ),
+        (
+            with(2, (good[2].ones_like().unwrap() * 2e19).unwrap()),
+            "gradient of c has norm 4.8989794",
+        ),
         (with(2, gaussian(&[5], 1)), "gradient of c has shape [5]"),
     ];
     for (gradients, expected) in cases {
