@@ -1,4 +1,4 @@
-// What Newton-Schulz needs around its products: normalization into a stack, the way back, and a diagonal.
+// What Newton-Schulz needs around its products: normalization into a stack, the way back, symmetry, and a diagonal.
 #include "numbers.cuh"
 
 // As src/cuda/matrices.rs has them.
@@ -81,6 +81,25 @@ __device__ __forceinline__ void widen_transposed(const In* in, float* out, u32 r
     transpose(in + matrix, out + matrix, rows, cols, [](In x) { return to_f32(x); });
 }
 
+// The tiles of n x n matrices above the diagonal become the transposes of those below; blockIdx.y is the matrix.
+template <class T> __device__ __forceinline__ void mirror(T* stack, u32 n) {
+    __shared__ T tile[TILE][TILE + 1];
+    const u32 tiles_across = (n + TILE - 1) / TILE;
+    const u32 row0 = blockIdx.x / tiles_across * TILE, col0 = blockIdx.x % tiles_across * TILE;
+    if (col0 > row0) return;
+    T* matrix = stack + static_cast<u64>(n) * n * blockIdx.y;
+    const u32 x = threadIdx.x % TILE;
+    for (u32 y = threadIdx.x / TILE; y < TILE; y += TILE_ROWS) {
+        const u32 row = row0 + y, col = col0 + x;
+        if (row < n && col < n) tile[y][x] = matrix[static_cast<u64>(row) * n + col];
+    }
+    __syncthreads();
+    for (u32 y = threadIdx.x / TILE; y < TILE; y += TILE_ROWS) {
+        const u32 row = col0 + y, col = row0 + x;
+        if (row < col && col < n) matrix[static_cast<u64>(row) * n + col] = tile[x][y];
+    }
+}
+
 // z <- z + a I on a stack of n x n matrices, rounded to its dtype once.
 template <class T> __device__ __forceinline__ void add_to_diagonal(T* z, float a, u32 n, u64 rows) {
     each(rows, [&](u64 row) {
@@ -102,6 +121,7 @@ template <class T> __device__ __forceinline__ void add_to_diagonal(T* z, float a
     extern "C" __global__ void widen_transposed_##suffix(const T* in, float* out, u32 rows, u32 cols) {          \
         widen_transposed(in, out, rows, cols);                                                                   \
     }                                                                                                            \
+    extern "C" __global__ void mirror_##suffix(T* stack, u32 n) { mirror(stack, n); }                              \
     extern "C" __global__ void add_to_diagonal_##suffix(T* z, float a, u32 n, u64 rows) {                        \
         add_to_diagonal(z, a, n, rows);                                                                          \
     }

@@ -5,6 +5,7 @@ use std::fmt;
 
 use candle_core::DType;
 
+use crate::bands::{bands, computed_elements};
 use crate::hopper::program::{flops, program};
 use crate::hopper::schedule::Schedule;
 use crate::hopper::triangle::LONGEST_SIDE;
@@ -35,7 +36,11 @@ pub struct Choice {
 #[non_exhaustive]
 pub enum Products {
     /// cuBLAS.
-    Cublas,
+    Cublas {
+        /// In how many bands of rows a symmetric result is cut, of each of which what lies right of its diagonal block
+        /// is not computed.
+        bands: usize,
+    },
     /// The kernels for Hopper.
     Hopper {
         /// The most columns of a tile of the n × n products.
@@ -51,7 +56,10 @@ impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} in {}", self.method, self.dtype.as_str())?;
         match self.products {
-            Products::Cublas => write!(f, " by cublas"),
+            Products::Cublas { bands: 1 } => write!(f, " by cublas"),
+            Products::Cublas { bands } => {
+                write!(f, " by cublas, symmetric products in {bands} bands")
+            }
             Products::Hopper {
                 square,
                 wide,
@@ -129,15 +137,10 @@ impl NewtonSchulz {
         rows: usize,
         cols: usize,
     ) -> Choice {
-        if !self.takes_hopper_kernels(gpu, dtype, rows.max(cols)) {
-            return Choice {
-                method: self.chosen(rows, cols),
-                dtype,
-                products: Products::Cublas,
-                flops: count as u64 * self.flops(rows, cols),
-            };
-        }
         let (n, m) = (rows.min(cols), rows.max(cols));
+        if !self.takes_hopper_kernels(gpu, dtype, m) {
+            return self.choose_cublas(dtype, count, n, m);
+        }
         let method = self.chosen_on_hopper(n, m);
         let batch = Batch {
             n,
@@ -156,6 +159,23 @@ impl NewtonSchulz {
                 launches: schedule.launches.len(),
             },
             flops: schedule.flops(&program, batch),
+        }
+    }
+
+    fn choose_cublas(&self, dtype: DType, count: usize, n: usize, m: usize) -> Choice {
+        let method = self.chosen(n, m);
+        let program = program(method, &self.coefficients.steps(self.steps));
+        let whole = self.flops(n, m);
+        let symmetric = 2 * (whole - flops(&program, n, m));
+        let left_out = (n * n - computed_elements(dtype, n)) as u128;
+        let left_out = u128::from(symmetric) * left_out / (n * n) as u128;
+        Choice {
+            method,
+            dtype,
+            products: Products::Cublas {
+                bands: bands(dtype, n).len(),
+            },
+            flops: count as u64 * (whole - left_out as u64),
         }
     }
 }
@@ -193,8 +213,8 @@ mod tests {
             choice.products
         };
         assert!(matches!(products(8, 4_194_240), Products::Hopper { .. }));
-        assert_eq!(products(8, 4_194_241), Products::Cublas);
-        assert_eq!(products(5_000_000, 64), Products::Cublas);
+        assert_eq!(products(8, 4_194_241), Products::Cublas { bands: 1 });
+        assert_eq!(products(5_000_000, 64), Products::Cublas { bands: 1 });
     }
 
     #[test]
@@ -282,9 +302,29 @@ mod tests {
             ns.choose(H200, DType::F32, 1, 64, 64),
             forced.choose(H200, DType::F16, 1, 64, 64),
         ] {
-            assert_eq!(choice.products, Products::Cublas);
+            assert_eq!(choice.products, Products::Cublas { bands: 1 });
         }
         let choice = ns.choose(a100, DType::BF16, 1, 64, 200);
         assert_eq!(choice.to_string(), "gram in bf16 by cublas");
+        assert_eq!(choice.flops, ns.flops(64, 200));
+    }
+
+    #[test]
+    fn cublas_leaves_out_what_is_right_of_bands() {
+        let ns = NewtonSchulz {
+            method: Method::Standard,
+            ..NewtonSchulz::default()
+        };
+        let a100 = Gpu {
+            capability: (8, 0),
+            clusters: 0,
+        };
+        let choice = ns.choose(a100, DType::F32, 3, 2048, 4096);
+        let expected = "standard in f32 by cublas, symmetric products in 4 bands";
+        assert_eq!(choice.to_string(), expected);
+        // Of four bands 1 + 2 + 3 + 4 parts of 16 are computed, of X Xᵀ and of R².
+        let (n, m) = (2048, 4096);
+        let step = 2 * n * n * m * 10 / 16 + 2 * n * n * n * 10 / 16 + 2 * n * n * m;
+        assert_eq!(choice.flops, 3 * 5 * step);
     }
 }

@@ -53,6 +53,8 @@
 
 mod adamw_group;
 #[cfg(any(feature = "cuda", test))]
+mod bands;
+#[cfg(any(feature = "cuda", test))]
 mod choice;
 mod coefficients;
 mod config;

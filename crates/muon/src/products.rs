@@ -49,6 +49,11 @@ pub(crate) fn symmetric_fma(
     beta: f64,
     c: &Tensor,
 ) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = a.device() {
+        let (alpha, beta) = (alpha as f32, beta as f32);
+        return cuda::symmetric_fma(device, alpha, a, b, beta, c);
+    }
     fma(alpha, a, b, beta, c)
 }
 

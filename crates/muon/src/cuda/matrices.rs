@@ -1,9 +1,9 @@
-//! Normalization, transposition and diagonals, by `kernels/matrices.cu`.
+//! Normalization, transposition, symmetry and diagonals, by `kernels/matrices.cu`.
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{CudaStorage, DType, Layout, Result, Storage, Tensor, bail};
-use cudarc::driver::PushKernelArg;
+use cudarc::driver::{CudaSlice, PushKernelArg};
 
 use super::element::{Element, by_dtype};
 use super::kernels::Kernels;
@@ -123,6 +123,21 @@ fn add_to_diagonal_of<T: Element>(
     arguments.arg(&mut z).arg(&a).arg(&side).arg(&rows);
     // SAFETY: `add_to_diagonal_*(z, a, n, rows)`, with `rows` rows of n elements.
     unsafe { launch(&mut arguments, over(batch * n, 1)?) }
+}
+
+/// Makes each n × n matrix of a stack symmetric: above the diagonal it gets what is below.
+pub(super) fn mirror<T: Element>(
+    device: &CudaDevice,
+    stack: &mut CudaSlice<T>,
+    (batch, n): (usize, usize),
+) -> Result<()> {
+    let kernel = format!("mirror_{}", T::SUFFIX);
+    let kernel = Kernels::Matrices.load(device, &kernel)?;
+    let side = n as u32;
+    let mut arguments = kernel.builder();
+    arguments.arg(stack).arg(&side);
+    // SAFETY: `mirror_*(stack, n)`, with a stack of batch · n · n elements.
+    unsafe { launch(&mut arguments, tiles(n, n, batch)?) }
 }
 
 /// Blocks for the tiles of each matrix.

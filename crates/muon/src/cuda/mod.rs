@@ -24,6 +24,6 @@ mod survey;
 pub(crate) use copies::copy_all;
 pub(crate) use hopper::{gpu, orthogonalize_on_hopper};
 pub(crate) use matrices::{add_to_diagonal, normalize, widen_transposed};
-pub(crate) use products::{fma, outer, product};
+pub(crate) use products::{fma, outer, product, symmetric_fma};
 pub(crate) use steps::{accumulate, adamw, apply_all, momentum};
 pub(crate) use survey::survey;

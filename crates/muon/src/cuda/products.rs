@@ -12,29 +12,22 @@ use cudarc::driver::DevicePtrMut;
 
 use super::element::{Element, by_dtype};
 use super::launch::{address, tensor, uninitialized, view};
+use super::matrices::mirror;
+use crate::bands::bands;
 
 /// X Xᵀ of each matrix of a contiguous stack.
 pub(crate) fn outer(device: &CudaDevice, x: &Tensor) -> Result<Tensor> {
     let product = Product {
-        alpha: 1.0,
-        a: x,
-        b: x,
         b_transposed: true,
-        addend: None,
+        is_symmetric: true,
+        ..Product::of(x, x)
     };
     product.compute(device)
 }
 
 /// A B of each pair of matrices of contiguous stacks.
 pub(crate) fn product(device: &CudaDevice, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let product = Product {
-        alpha: 1.0,
-        a,
-        b,
-        b_transposed: false,
-        addend: None,
-    };
-    product.compute(device)
+    Product::of(a, b).compute(device)
 }
 
 /// `alpha · A B + beta · C` of each three matrices of contiguous stacks.
@@ -48,10 +41,26 @@ pub(crate) fn fma(
 ) -> Result<Tensor> {
     let product = Product {
         alpha,
-        a,
-        b,
-        b_transposed: false,
         addend: Some((beta, c)),
+        ..Product::of(a, b)
+    };
+    product.compute(device)
+}
+
+/// [`fma`] of symmetric matrices that commute.
+pub(crate) fn symmetric_fma(
+    device: &CudaDevice,
+    alpha: f32,
+    a: &Tensor,
+    b: &Tensor,
+    beta: f32,
+    c: &Tensor,
+) -> Result<Tensor> {
+    let product = Product {
+        alpha,
+        addend: Some((beta, c)),
+        is_symmetric: true,
+        ..Product::of(a, b)
     };
     product.compute(device)
 }
@@ -62,6 +71,8 @@ struct Product<'a> {
     b: &'a Tensor,
     b_transposed: bool,
     addend: Option<(f32, &'a Tensor)>,
+    /// Whether the result is, so that the upper half need not be computed.
+    is_symmetric: bool,
 }
 
 /// (n × k) (k × m), for each matrix of a stack.
@@ -72,7 +83,18 @@ struct Sides {
     m: usize,
 }
 
-impl Product<'_> {
+impl<'a> Product<'a> {
+    fn of(a: &'a Tensor, b: &'a Tensor) -> Self {
+        Self {
+            alpha: 1.0,
+            a,
+            b,
+            b_transposed: false,
+            addend: None,
+            is_symmetric: false,
+        }
+    }
+
     fn compute(&self, device: &CudaDevice) -> Result<Tensor> {
         by_dtype!(self.a.dtype(), compute_in(self, device))
     }
@@ -117,8 +139,13 @@ fn compute_in<T: Element>(product: &Product<'_>, device: &CudaDevice) -> Result<
         address::<T>(device, product.a)?,
         address::<T>(device, product.b)?,
     );
+    let bands = if product.is_symmetric {
+        bands(product.a.dtype(), n)
+    } else {
+        vec![0..n]
+    };
     let side = |side: usize| i32::try_from(side).map_err(candle_core::Error::wrap);
-    let (columns, rows, inner, count) = (side(m)?, side(n)?, side(k)?, side(batch)?);
+    let (columns, inner, count) = (side(m)?, side(k)?, side(batch)?);
     // cuBLAS counts down columns, so that it sees transposes: Dᵀ = Bᵀ Aᵀ.
     let (b_op, b_pitch) = if product.b_transposed {
         (cublasOperation_t::CUBLAS_OP_T, inner)
@@ -129,36 +156,44 @@ fn compute_in<T: Element>(product: &Product<'_>, device: &CudaDevice) -> Result<
         let (blas, stream) = (device.cublas_handle(), device.cuda_stream());
         let (d, _write) = d.device_ptr_mut(&stream);
         let exact = ExactReductions::on(*blas.handle())?;
-        // SAFETY: the addresses are of live, contiguous stacks of `Sides`, in `T`, and d shares
-        // storage with none of them; the factors are read before the call returns.
-        unsafe {
-            gemm_strided_batched_ex(
-                exact.handle,
-                b_op,
-                cublasOperation_t::CUBLAS_OP_N,
-                columns,
-                rows,
-                inner,
-                std::ptr::from_ref(&product.alpha).cast(),
-                b as *const _,
-                T::CUBLAS,
-                b_pitch,
-                (k * m) as i64,
-                a as *const _,
-                T::CUBLAS,
-                inner,
-                (n * k) as i64,
-                std::ptr::from_ref(&beta).cast(),
-                d as *mut _,
-                T::CUBLAS,
-                columns,
-                (n * m) as i64,
-                count,
-                cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
-            )
+        for rows in &bands {
+            let computed = if bands.len() > 1 { rows.end } else { m };
+            let after = |pitch: usize| (rows.start * pitch * size_of::<T>()) as u64;
+            // SAFETY: the addresses are of live, contiguous stacks of `Sides`, in `T`, and d shares
+            // storage with none of them; a band of A and of d is within its matrix, and so are the first
+            // columns of d, or rows of B; the factors are read before the call returns.
+            unsafe {
+                gemm_strided_batched_ex(
+                    exact.handle,
+                    b_op,
+                    cublasOperation_t::CUBLAS_OP_N,
+                    side(computed)?,
+                    side(rows.len())?,
+                    inner,
+                    std::ptr::from_ref(&product.alpha).cast(),
+                    b as *const _,
+                    T::CUBLAS,
+                    b_pitch,
+                    (k * m) as i64,
+                    (a + after(k)) as *const _,
+                    T::CUBLAS,
+                    inner,
+                    (n * k) as i64,
+                    std::ptr::from_ref(&beta).cast(),
+                    (d + after(m)) as *mut _,
+                    T::CUBLAS,
+                    columns,
+                    (n * m) as i64,
+                    count,
+                    cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                    cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+                )
+            }
+            .w()?;
         }
-        .w()?;
+    }
+    if bands.len() > 1 {
+        mirror(device, &mut d, (batch, n))?;
     }
     Ok(tensor(d, device, (batch, n, m)))
 }

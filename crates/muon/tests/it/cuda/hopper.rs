@@ -497,7 +497,7 @@ fn a_choice_can_be_forced_and_refused() {
         ..auto.clone()
     };
     let choice = cublas.choice(&device, 2, 64, 64).unwrap().unwrap();
-    assert_eq!(choice.products, Products::Cublas);
+    assert_eq!(choice.products, Products::Cublas { bands: 1 });
     let f32 = hopper(Method::Auto, Precision::F32);
     let x = random(&[4, 4], 1, &device);
     assert!(matches!(

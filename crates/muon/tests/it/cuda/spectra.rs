@@ -1,8 +1,8 @@
-//! The default iteration in f16 at full size, against float64 on the same device and beside what f16
-//! allows: matrices of chosen spectra, n from 256 to 4096.
+//! The iteration at full size, against float64 on the same device and beside what f16 allows: the default one on
+//! matrices of chosen spectra, n from 256 to 4096, and cuBLAS's where symmetric products are cut into bands.
 
 use candle_core::{DType, Device, Result, Tensor};
-use polarshard_muon::{Coefficients, Method, NewtonSchulz, Precision};
+use polarshard_muon::{Coefficients, Kernels, Method, NewtonSchulz, Precision, Products};
 
 use super::{Table, device};
 use crate::oracle;
@@ -145,4 +145,97 @@ fn the_error_is_that_of_storing_in_f16() {
         }
     }
     table.finish();
+}
+
+/// A stack of two, so that the second one's place counts, too.
+#[test]
+#[ignore = "needs a GPU"]
+fn products_in_bands_are_those_of_the_whole() {
+    let device = device();
+    let mut table = Table::new("symmetric products by cublas in bands, against float64");
+    for (n, m, bands, precision) in [
+        (1536, 1536, 3, Precision::F32),
+        (1537, 1700, 3, Precision::F32),
+        (2050, 4100, 4, Precision::F32),
+        (3000, 3000, 3, Precision::F16),
+        (3001, 3003, 3, Precision::F16),
+        (3001, 6002, 3, Precision::BF16),
+        (4100, 8200, 4, Precision::F16),
+        (6144, 6144, 6, Precision::F16),
+    ] {
+        let ns = NewtonSchulz {
+            iterate: precision,
+            kernels: Kernels::Cublas,
+            ..NewtonSchulz::default()
+        };
+        let choice = ns.choice(&device, 2, n, m).unwrap().unwrap();
+        assert_eq!(choice.products, Products::Cublas { bands });
+        let [error, allowed] = in_bands(&ns, choice.method, n, m, &device).unwrap();
+        let within = match precision {
+            Precision::F16 => error <= 1.25 * allowed,
+            Precision::BF16 => error <= 8.0 * 1.25 * allowed,
+            _ => error <= 1e-4,
+        };
+        let case = format!("{n} x {m} {choice}");
+        let found = format!("{error:.2e}; the emulation in f16 {allowed:.2e}");
+        table.line(&case, &found, within);
+    }
+    table.finish();
+}
+
+/// The larger of two matrices' errors, and of those of the emulation in f16.
+fn in_bands(
+    ns: &NewtonSchulz,
+    method: Method,
+    n: usize,
+    m: usize,
+    device: &Device,
+) -> Result<[f64; 2]> {
+    let rows = ns.coefficients.steps(ns.steps);
+    let stack = Tensor::randn(0f32, 1f32, (2, n, m), device)?;
+    let got = ns.orthogonalize(&stack).map_err(candle_core::Error::wrap)?;
+    let mut largest = [0f64; 2];
+    for index in 0..2 {
+        let [x, got] = [&stack, &got].map(|of| of.get(index)?.to_dtype(DType::F64));
+        let (x, got) = (x?, got?);
+        let expected = exact(&x, &rows)?;
+        for (most, other) in largest.iter_mut().zip([got, emulated(&x, method, &rows)?]) {
+            *most = most.max(norm(&(other - &expected)?)? / norm(&expected)?);
+        }
+    }
+    Ok(largest)
+}
+
+/// Of X = (A, I) the right half of the result is the polynomial of X Xᵀ times a number.
+#[test]
+#[ignore = "needs a GPU"]
+fn products_in_bands_are_symmetric_bit_for_bit() {
+    let device = device();
+    for (n, iterate) in [
+        (1537, Precision::F32),
+        (3001, Precision::F16),
+        (4096, Precision::BF16),
+    ] {
+        let identity = Tensor::eye(n, DType::F32, &device).unwrap();
+        let identity = (identity * (n as f64).sqrt()).unwrap();
+        let x = Tensor::randn(0f32, 1f32, (n, n), &device).unwrap();
+        let x = Tensor::cat(&[x, identity], 1).unwrap();
+        for (method, steps) in [(Method::Standard, 1), (Method::Gram, 2)] {
+            let ns = NewtonSchulz {
+                method,
+                steps,
+                iterate,
+                kernels: Kernels::Cublas,
+                ..NewtonSchulz::default()
+            };
+            let right = ns.orthogonalize(&x).unwrap().narrow(1, n, n).unwrap();
+            let differ = right.ne(&right.t().unwrap()).unwrap();
+            let differ = differ.to_dtype(DType::F32).unwrap().sum_all().unwrap();
+            assert_eq!(
+                differ.to_scalar::<f32>().unwrap(),
+                0.0,
+                "{n} {method} {iterate}"
+            );
+        }
+    }
 }
