@@ -187,7 +187,8 @@ pub enum Error {
         /// How many.
         count: u64,
     },
-    /// A gradient of AdamW's is so large that its second moment would be infinite, and stay so.
+    /// The sum of the squares of a gradient is more than f32 holds: an element of AdamW's second moment could be infinite,
+    /// and would stay so.
     #[error("the gradient of {name} has norm {norm:e}, whose square f32 cannot hold")]
     GradientRange {
         /// The parameter.

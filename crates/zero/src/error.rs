@@ -232,11 +232,12 @@ pub enum Error {
         #[source]
         cause: Option<Arc<Self>>,
     },
-    /// The mean gradient of a step, or its squares, cannot be computed in f32, on any rank.
+    /// The mean gradient of a step, or with AdamW's parameters the sum of its squares, cannot be computed in f32, on any
+    /// rank.
     #[error(
-        "rank {rank}: step {step} was not taken on any rank: f32 cannot hold the mean gradient, whose norm is {norm:e}, or \
-         its squares: gradients are divided by {divisor:e}, the weights of all micro-batches times the loss scale, and multiplied by \
-         {clip_factor:e} for clipping"
+        "rank {rank}: step {step} was not taken on any rank: f32 cannot hold the mean gradient, whose norm is {norm:e}, \
+         or its squares: gradients are divided by {divisor:e}, the weights of all micro-batches times the loss scale, \
+         and multiplied by {clip_factor:e} for clipping"
     )]
     MeanOutOfRange {
         /// This rank.

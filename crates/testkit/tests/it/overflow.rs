@@ -262,6 +262,33 @@ fn a_mean_that_f32_cannot_hold_changes_nothing() -> Result<()> {
     Ok(())
 }
 
+/// What matters is what AdamW squares: a mean of 1e22 that is clipped is fine, and so is one without AdamW's parameters.
+#[test]
+fn a_mean_whose_squares_are_not_kept_is_taken() -> Result<()> {
+    let everything = Model::everything();
+    let mut muons = Model::nearly_nothing();
+    muons.params.retain(|param| param.shape.len() == 2);
+    for (model, clip) in [(&everything, Some(1.0)), (&muons, None)] {
+        let initial = model.initial(8)?;
+        let step = model.gradients(Draw::Integers, 8, 0, 1, WORLD)?;
+        let config = Config {
+            loss_scale: 1e-22,
+            clip,
+            ..config(model)
+        };
+        world(WORLD, |comm| -> Result<()> {
+            let mut worker = Worker::new(comm, &initial, &model.roles, config.clone())?;
+            let report = worker.step(&step)?;
+            ensure!(
+                report.outcome == Outcome::Applied && report.gradient_norm > 1e22,
+                "{report:?}"
+            );
+            Ok(worker.optimizer.shutdown()?)
+        })?;
+    }
+    Ok(())
+}
+
 /// The gradients before it would be divided by the scale of those after it.
 #[test]
 fn the_loss_scale_is_that_of_a_whole_step() -> Result<()> {

@@ -12,7 +12,7 @@ mod update;
 use std::sync::Arc;
 
 use polarshard_muon::survey_all;
-use polarshard_partition::{BlockId, DigestWriter, Params, Plan, WorldSize};
+use polarshard_partition::{BlockId, DigestWriter, Params, Plan, UpdateGroup, WorldSize};
 
 use crate::agreement;
 use crate::channel::Channel;
@@ -96,7 +96,8 @@ impl Stepper {
             Ok(Decision::Apply(verdict)) => {
                 let (gradient_norm, clip_factor) = norm(&verdict, config);
                 let factors = self.factors(intake, config, &verdict, clip_factor);
-                if factors.iter().all(Factors::are_usable) && fits(gradient_norm, clip_factor) {
+                if factors.iter().all(Factors::are_usable) && self.fits(gradient_norm, clip_factor)
+                {
                     // Half of the state may be new when an error comes: it cannot be survived.
                     let orthogonalized = self
                         .apply(intake, config, &verdict, &factors)
@@ -180,6 +181,16 @@ impl Stepper {
         Ok(orthogonal.computed)
     }
 
+    /// Whether f32 holds a mean gradient of this norm and, where AdamW keeps its squares, those of the clipped one: a
+    /// second moment that is infinite would stay so. The norm is of all parameters, Muon's too: no norm of a group alone
+    /// is known to all ranks.
+    fn fits(&self, norm: f64, clip_factor: f64) -> bool {
+        let mut params = self.plan.params().iter();
+        let keeps_squares = params.any(|(_, param)| param.group() == UpdateGroup::AdamW);
+        let squared = (norm * clip_factor).powi(2);
+        (norm as f32).is_finite() && (!keeps_squares || (squared as f32).is_finite())
+    }
+
     /// By parameter.
     fn factors(
         &self,
@@ -251,11 +262,4 @@ fn norm(verdict: &Verdict, config: &Config) -> (f64, f64) {
         Some(most) if norm > most => (norm, most / norm),
         _ => (norm, 1.0),
     }
-}
-
-/// Whether f32 holds a mean gradient of this norm and, once it is clipped, its squares: a second moment of AdamW that is
-/// infinite would stay so.
-fn fits(norm: f64, clip_factor: f64) -> bool {
-    let squared = (norm * clip_factor).powi(2);
-    (norm as f32).is_finite() && (squared as f32).is_finite()
 }
