@@ -41,7 +41,7 @@ impl MuonConfig {
         below_one("muon.momentum", self.momentum)?;
         non_negative("muon.weight_decay", self.weight_decay)?;
         shrinking("muon.lr * muon.weight_decay", self.lr * self.weight_decay)?;
-        self.newton_schulz.validate()
+        self.newton_schulz.check_steps("muon.newton_schulz.steps")
     }
 }
 
@@ -186,11 +186,11 @@ mod tests {
             ),
             (
                 muon(|c| c.newton_schulz.steps = 0),
-                "newton_schulz.steps = 0",
+                "muon.newton_schulz.steps = 0",
             ),
             (
                 muon(|c| c.newton_schulz.steps = 100),
-                "newton_schulz.steps = 100",
+                "muon.newton_schulz.steps = 100",
             ),
             (adamw(|c| c.lr = f64::INFINITY), "adamw.lr = inf"),
             (adamw(|c| c.beta1 = -0.1), "adamw.beta1 = -0.1"),

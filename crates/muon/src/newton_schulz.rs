@@ -70,7 +70,7 @@ impl Default for NewtonSchulz {
 }
 
 impl NewtonSchulz {
-    /// Many more than any are worth.
+    /// The most steps that are taken: many more than any are worth.
     pub const MOST_STEPS: usize = 99;
 
     /// Whether every field is in its range.
@@ -78,8 +78,13 @@ impl NewtonSchulz {
     /// # Errors
     /// [`Error::Config`] names the first field that is not, and its value.
     pub fn validate(&self) -> Result<(), Error> {
+        self.check_steps("steps")
+    }
+
+    /// The same, by the name of the field in another configuration.
+    pub(crate) fn check_steps(&self, field: &'static str) -> Result<(), Error> {
         check(
-            "newton_schulz.steps",
+            field,
             self.steps as f64,
             (1..=Self::MOST_STEPS).contains(&self.steps),
             "from 1 to 99",
@@ -94,6 +99,7 @@ impl NewtonSchulz {
     /// [`Error::NotAMatrix`] for another number of dimensions, [`Error::DType`] for another dtype,
     /// and as [`Self::validate`] and [`Self::check_device`].
     pub fn orthogonalize(&self, x: &Tensor) -> Result<Tensor, Error> {
+        self.validate()?;
         let (rows, cols) = match *x.dims() {
             [rows, cols] | [_, rows, cols] => (rows, cols),
             _ => return Err(not_a_matrix("2 or 3 dimensions", x)),
@@ -139,6 +145,7 @@ impl NewtonSchulz {
         matrices: &[Tensor],
         results_on: impl Fn(&Device) -> DType,
     ) -> Result<Vec<Tensor>, Error> {
+        self.validate()?;
         for x in matrices {
             if x.rank() != 2 {
                 return Err(not_a_matrix("2 dimensions", x));
@@ -209,7 +216,7 @@ impl NewtonSchulz {
 
     fn standard_flops(&self, n: usize, m: usize) -> u64 {
         let (n, m, steps) = (n as u64, m as u64, self.steps as u64);
-        steps * (4 * n * n * m + 2 * n * n * n)
+        steps.saturating_mul(4 * n * n * m + 2 * n * n * n)
     }
 
     fn gram_flops(&self, n: usize, m: usize) -> u64 {
@@ -219,8 +226,11 @@ impl NewtonSchulz {
         } else {
             1
         };
-        let squares = 2 * steps + (2 + 4) * (steps.saturating_sub(segments));
-        segments * 4 * n * n * m + squares * n * n * n
+        let others = steps.saturating_sub(segments);
+        let squares = steps
+            .saturating_mul(2)
+            .saturating_add(others.saturating_mul(2 + 4));
+        (segments * 4 * n * n * m).saturating_add(squares.saturating_mul(n * n * n))
     }
 
     /// Orthogonalizes contiguous matrices `wide`, n × m each with n ≤ m, and `tall`, m × n each, in one batch:
@@ -270,7 +280,6 @@ impl NewtonSchulz {
     }
 
     fn check_operand(&self, x: &Tensor) -> Result<(), Error> {
-        self.validate()?;
         self.check_device(x.device())?;
         match x.dtype() {
             DType::F32 | DType::F16 | DType::BF16 => Ok(()),

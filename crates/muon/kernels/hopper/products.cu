@@ -34,6 +34,7 @@
 // A sum over K has the same order in any tile, so D does not depend on how the tiles are dealt.
 
 #include "loads.cuh"
+#include "ring.cuh"
 #include "stores.cuh"
 #include "tasks.cuh"
 #include "wgmma.cuh"
@@ -251,7 +252,7 @@ __device__ __forceinline__ void iterate(const Maps& maps, const Work& work) {
   static_assert(kLoaders == 1 || kBlocks <= kMostBoxes);
   extern __shared__ uint8_t raw[];
   Ring<kBlocks> ring{
-      hopper::same_in_all_lanes((shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment)};
+      same_in_all_lanes((shared_address(raw) + kAlignment - 1) / kAlignment * kAlignment)};
   const uint32_t rank = cluster_rank();
   Asked asked(work, cluster_index(), rank);
   const int warpgroup = warp_index() / 4;

@@ -1,4 +1,4 @@
-// What blocks work off, as the host lays it out (products.cu): tasks, and the products that they are of.
+// What blocks work off, as the host lays it out (src/cuda/hopper/steps.rs): tasks, and the products that they are of.
 #pragma once
 
 #include <stddef.h>

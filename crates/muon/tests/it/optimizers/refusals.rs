@@ -178,7 +178,7 @@ fn constructors_refuse_what_they_cannot_train() {
                     ..Default::default()
                 },
             ),
-            "newton_schulz.steps = 0",
+            "muon.newton_schulz.steps = 0",
         ),
     ];
     for (message, expected) in cases {
