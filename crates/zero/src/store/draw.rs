@@ -22,7 +22,8 @@ pub(super) fn draw(
 ) -> candle_core::Result<CpuStorage> {
     let mut rng = ChaCha8Rng::seed_from_u64(DigestWriter::new().u64(seed).str(name).finish().0);
     let values = match values(&mut rng, init, shape) {
-        Ok(values) => values,
+        Ok(values) if values.iter().all(|value| value.is_finite()) => values,
+        Ok(_) => candle_core::bail!("`{name}` cannot be drawn from {init:?}: f32 does not hold it"),
         Err(reason) => candle_core::bail!("`{name}` cannot be drawn from {init:?}: {reason}"),
     };
     Ok(match dtype {
@@ -91,6 +92,15 @@ mod tests {
             (randn(-1.0), (2, 3)),
             (randn(f64::NAN), (2, 3)),
             (Init::Uniform { lo: 1.0, up: 0.0 }, (2, 3)),
+            (
+                Init::Randn {
+                    mean: f64::NAN,
+                    stdev: 1.0,
+                },
+                (2, 3),
+            ),
+            (Init::Const(f64::NAN), (2, 3)),
+            (Init::Const(1e300), (2, 3)),
             (kaiming(NormalOrUniform::Uniform), (2, 0)),
             (kaiming(NormalOrUniform::Normal), (2, 0)),
         ] {
