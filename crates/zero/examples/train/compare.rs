@@ -47,6 +47,7 @@ pub(crate) fn train(options: &Options, text: &Text, run: &Run) -> Result<Unshard
     let mut optimizer = MuonWithAdamW::from_named(variables.clone(), &config.rules, groups)?;
 
     let held_out = text.held_out(Rank(0), 1, device)?;
+    // From 0 on: a run that is compared was not resumed.
     let steps = &run.steps;
     let bar = progress::bar(steps, true);
     let mut curve = Curve::default();

@@ -69,8 +69,8 @@ impl Curve {
         step: usize,
         steps: &Range<usize>,
     ) -> Result<()> {
-        let done = step - steps.start;
-        if step == steps.end || done.is_multiple_of(steps.len().div_ceil(POINTS)) {
+        let since = step - steps.start;
+        if step == steps.end || since.is_multiple_of(steps.len().div_ceil(POINTS)) {
             self.held_out.push(HeldOut::of(model, batch, step)?);
         }
         Ok(())

@@ -48,7 +48,7 @@ pub(crate) struct Options {
     /// Steps.
     #[arg(long, default_value = "120")]
     pub(crate) steps: NonZeroUsize,
-    /// Stop after this step, as if the others came: with --save, to go on later.
+    /// Stop after this step, as if the rest of --steps came: with --save, to go on later with the same --steps.
     #[arg(long)]
     pub(crate) stop: Option<NonZeroUsize>,
     /// Save a checkpoint in this folder after the last step. All ranks must see it.
@@ -240,7 +240,7 @@ impl Options {
     }
 
     /// The steps done when training ends.
-    pub(crate) fn last(&self) -> usize {
+    pub(crate) fn end(&self) -> usize {
         self.stop.unwrap_or(self.steps).get()
     }
 
@@ -251,7 +251,7 @@ impl Options {
 
     /// Where a checkpoint goes when so many steps are done, if one is due.
     pub(crate) fn saves_after(&self, done: usize) -> Option<&Path> {
-        let due = done == self.last() || is_due(self.save_every, done);
+        let due = done == self.end() || is_due(self.save_every, done);
         self.save.as_deref().filter(|_| due)
     }
 
@@ -330,6 +330,17 @@ fn is_due(every: usize, done: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn options_that_exclude_or_need_each_other_are_named() {
+        for (given, named) in [
+            ("train --resume there --compare", "--compare"),
+            ("train --save-every 5", "--save"),
+        ] {
+            let error = Options::try_parse_from(given.split(' ')).unwrap_err();
+            assert!(error.to_string().contains(named), "{error}");
+        }
+    }
 
     #[test]
     fn the_option_that_cannot_be_is_named() {

@@ -9,7 +9,10 @@ pub(crate) fn bar(steps: &Range<usize>, shown: bool) -> ProgressBar {
     if !shown {
         return ProgressBar::hidden();
     }
-    let bar = ProgressBar::new(steps.end as u64).with_position(steps.start as u64);
+    let bar = ProgressBar::new(steps.end as u64);
+    bar.set_position(steps.start as u64);
+    // The steps before took no time of this run.
+    bar.reset_eta();
     let template = "{bar:40} step {pos} of {len}, loss {msg}, {elapsed} ({eta} left)";
     match ProgressStyle::with_template(template) {
         Ok(style) => bar.with_style(style),

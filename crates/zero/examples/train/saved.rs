@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::curve::Curve;
 
-/// More than any run has.
-const MOST_STEPS: usize = 1 << 40;
+/// More steps than any run has: the end of a curve that starts there is still a number.
+const LATEST_START: usize = 1 << 40;
 
 /// A curve, and what it is of.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -38,7 +38,7 @@ impl Saved {
         let evaluations = self.curve.held_out.iter().map(|evaluation| evaluation.loss);
         let mut losses = self.curve.training.iter().copied().chain(evaluations);
         losses.all(|loss| (0.0..1e6).contains(&loss))
-            && self.curve.start < MOST_STEPS
+            && self.curve.start < LATEST_START
             && !self.title.contains(char::is_control)
     }
 }
@@ -57,6 +57,10 @@ mod tests {
         assert_eq!(saved.curve.training, [5.5, 2.25]);
         saved.write(&path).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), json);
+
+        // Of a run before there were any that go on.
+        fs::write(&path, json.replace("\"start\":7,", "")).unwrap();
+        assert_eq!(Saved::read(&path).unwrap().curve.start, 0);
 
         for foreign in [
             "5.5,2.25",

@@ -46,7 +46,10 @@ pub(crate) fn train(
         println!("{}", table::model(optimizer.plan()));
     }
 
-    let steps = steps(&mut optimizer, options)?;
+    if let Some(folder) = &options.resume {
+        optimizer.load(folder)?;
+    }
+    let steps = steps_left(&optimizer, options)?;
     let account = all_steps(&model, &mut optimizer, &log, options, &steps, text)?;
     let plan = optimizer.plan().clone();
     optimizer.shutdown()?;
@@ -65,18 +68,15 @@ pub(crate) fn train(
     }))
 }
 
-/// From the checkpoint's step on, if there is one.
-fn steps(optimizer: &mut ZeroOptimizer, options: &Options) -> Result<Range<usize>> {
-    let last = options.last();
-    if let Some(folder) = &options.resume {
-        optimizer.load(folder)?;
-    }
-    let start = usize::try_from(optimizer.steps())?;
+/// From those done in the checkpoint, if one was loaded.
+fn steps_left(optimizer: &ZeroOptimizer, options: &Options) -> Result<Range<usize>> {
+    let (start, end) = (usize::try_from(optimizer.steps())?, options.end());
     ensure!(
-        start < last,
-        "{start} steps are done in the checkpoint, and {last} when training ends"
+        start < end,
+        "--resume: {start} steps are done in the checkpoint, and training ends after {end}: give more --steps, or a later \
+         --stop"
     );
-    Ok(start..last)
+    Ok(start..end)
 }
 
 fn all_steps(
@@ -108,20 +108,19 @@ fn all_steps(
             optimizer.backward(&loss)?;
             sum += f64::from(loss.to_scalar::<f32>()?);
         }
-        let report = optimizer.step()?;
+        let (report, done) = (optimizer.step()?, step + 1);
         if let Outcome::Skipped { non_finite } = report.outcome {
-            bail!("step {step} was skipped: {non_finite} elements of its gradients are not finite");
+            bail!("step {done} was skipped: {non_finite} elements of its gradients are not finite");
         }
         recorded.add(world, &log.take(), 1);
         unreduced_peak = unreduced_peak.max(report.unreduced_peak);
         orthogonalized = report.orthogonalized;
         let loss = sum / options.accumulate.get() as f64;
         curve.training.push(loss);
-        let done = step + 1;
         if options.verifies_after(done) {
             optimizer
                 .verify_replicas()
-                .with_context(|| format!("after step {step}"))?;
+                .with_context(|| format!("after step {done}"))?;
         }
         if let Some(folder) = options.saves_after(done) {
             optimizer.save(folder)?;
@@ -201,11 +200,12 @@ mod tests {
         let recorded = |run: &Run| run.accounts[0].recorded == run.accounts[0].predicted;
         assert!(recorded(&whole) && recorded(&second));
 
-        assert_eq!(run(3, &resumed)?.steps, 4..6);
+        let on_three = run(3, &resumed)?;
+        assert!(on_three.steps == (4..6) && recorded(&on_three));
         let done = run(2, &[&first[..], &["--resume", &*saved]].concat());
         let error = format!("{:#}", done.err().context("nothing is left to do")?);
         assert!(
-            error.contains("4 steps are done in the checkpoint, and 4 when"),
+            error.contains("4 steps are done in the checkpoint, and training ends after 4"),
             "{error}"
         );
         Ok(())
