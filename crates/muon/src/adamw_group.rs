@@ -60,10 +60,15 @@ impl AdamWGroup {
                 });
             }
         }
+        let mut squares = 0.0;
         for (pending, found) in pending.iter().zip(survey_all(&gradients)?) {
             let weights = &self.parameters[pending.parameter].weights;
             weights.check_finite(found.non_finite)?;
-            weights.check_squares(found.sum_of_squares)?;
+            squares += found.sum_of_squares;
+        }
+        let norm = squares.sqrt();
+        if norm >= AdamWConfig::LARGEST_NORM {
+            return Err(Error::GradientNorm { norm });
         }
         Ok(pending)
     }

@@ -60,6 +60,13 @@ pub struct AdamWConfig {
     pub weight_decay: f64,
 }
 
+impl AdamWConfig {
+    /// The norm, over all of its parameters, from which on AdamW takes no gradient: the square of an element could be more
+    /// than f32 holds, and a second moment that is infinite stays so. It leaves room for rounding and for the
+    /// correction of bias.
+    pub const LARGEST_NORM: f64 = 1e19;
+}
+
 impl Default for AdamWConfig {
     /// lr 3e-4, betas 0.9 and 0.95, eps 1e-10, no decay.
     fn default() -> Self {

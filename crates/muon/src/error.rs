@@ -187,13 +187,10 @@ pub enum Error {
         /// How many.
         count: u64,
     },
-    /// The sum of the squares of a gradient is more than f32 holds: an element of AdamW's second moment could be infinite,
-    /// and would stay so.
-    #[error("the gradient of {name} has norm {norm:e}, whose square f32 cannot hold")]
-    GradientRange {
-        /// The parameter.
-        name: String,
-        /// The gradient's norm.
+    /// The gradients of AdamW's parameters are so large that a second moment could be infinite, and would stay so.
+    #[error("the gradients of adamw's parameters have norm {norm:e}; it must be less than 1e19")]
+    GradientNorm {
+        /// The norm over all of them.
         norm: f64,
     },
     /// candle failed.

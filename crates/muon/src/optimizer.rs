@@ -54,8 +54,8 @@ impl Optimizer for Muon {
 
 /// Muon for hidden matrices and AdamW for the rest, as the [`Rules`] say.
 ///
-/// As [`Muon`], but that AdamW steps on a gradient of zeros, and that one whose squares f32 cannot hold is an error of
-/// AdamW's. The learning rate is Muon's; AdamW's
+/// As [`Muon`], but that AdamW steps on a gradient of zeros, and that gradients of its parameters from
+/// [`AdamWConfig::LARGEST_NORM`](crate::AdamWConfig::LARGEST_NORM) on are an error. The learning rate is Muon's; AdamW's
 /// follows it at the ratio of the configuration, so that one schedule serves both.
 #[derive(Debug)]
 pub struct MuonWithAdamW {

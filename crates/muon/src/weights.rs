@@ -86,17 +86,6 @@ impl Weights {
         }
     }
 
-    /// Refuses a gradient whose squares f32 cannot hold, for a second moment.
-    pub(crate) fn check_squares(&self, sum: f64) -> Result<(), Error> {
-        if (sum as f32).is_finite() {
-            return Ok(());
-        }
-        Err(Error::GradientRange {
-            name: self.name.clone(),
-            norm: sum.sqrt(),
-        })
-    }
-
     /// Rounds the master into the variable.
     pub(crate) fn publish(&self) -> Result<(), Error> {
         if self.var.dtype() != DType::F32 {

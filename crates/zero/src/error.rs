@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, DeviceLocation};
-use polarshard_partition::Rank;
+use polarshard_partition::{Rank, UpdateGroup};
 
 /// An error of the sharded optimizer.
 ///
@@ -89,8 +89,10 @@ pub enum Error {
         /// Shape and dtype that were asked for.
         requested: String,
     },
-    /// A new weight was asked for after the optimizer had been made.
-    #[error("`{name}` was asked for after the optimizer had been made, build the model first")]
+    /// A new weight was asked for, or a trained one set, after the optimizer had been made.
+    #[error(
+        "`{name}` was asked for or set after the optimizer had been made: build the model and set its weights first"
+    )]
     Sealed {
         /// The parameter.
         name: String,
@@ -232,11 +234,11 @@ pub enum Error {
         #[source]
         cause: Option<Arc<Self>>,
     },
-    /// The mean gradient of a step, or with AdamW's parameters the sum of its squares, cannot be computed in f32, on any
-    /// rank.
+    /// The mean gradient of a step cannot be computed in f32, or that of AdamW's parameters is larger than
+    /// [`AdamWConfig::LARGEST_NORM`](polarshard_muon::AdamWConfig::LARGEST_NORM) once it is clipped, on any rank.
     #[error(
         "rank {rank}: step {step} was not taken on any rank: f32 cannot hold the mean gradient, whose norm is {norm:e}, \
-         or its squares: gradients are divided by {divisor:e}, the weights of all micro-batches times the loss scale, \
+         or the squares of AdamW's part: gradients are divided by {divisor:e}, the weights of all micro-batches times the loss scale, \
          and multiplied by {clip_factor:e} for clipping"
     )]
     MeanOutOfRange {
@@ -404,6 +406,16 @@ pub enum Error {
         model: Vec<usize>,
         /// Its shape in the checkpoint.
         checkpoint: Vec<usize>,
+    },
+    /// A parameter was in the other group when the checkpoint was saved.
+    #[error(
+        "parameter `{name}` is {model}'s in the model and the other group's in the checkpoint: route it as then"
+    )]
+    CheckpointGroup {
+        /// The parameter.
+        name: String,
+        /// Its group in the model.
+        model: UpdateGroup,
     },
     /// An error has ended this optimizer.
     #[error("the optimizer has ended: no step and no save are possible any more")]

@@ -14,6 +14,8 @@ const FAILED: f64 = -1.0;
 pub(crate) struct Census {
     /// Σg² over the elements this rank owns, loss scale and weights included.
     pub(crate) sum_of_squares: f64,
+    /// Those of them that are of AdamW's parameters.
+    pub(crate) squares_of_adamw: f64,
     /// Elements it owns that are infinite or no number.
     pub(crate) non_finite: u64,
     /// The weights of its micro-batches.
@@ -44,6 +46,8 @@ pub(crate) enum Decision {
 pub(crate) struct Verdict {
     /// Σg² over all elements, loss scale and weights included.
     pub(crate) sum_of_squares: f64,
+    /// Those of AdamW's parameters.
+    pub(crate) squares_of_adamw: f64,
     /// The weights of all micro-batches of all ranks.
     pub(crate) weight: f64,
     /// By matrix: whether its whole gradient is zero.
@@ -55,13 +59,18 @@ pub(crate) struct Verdict {
 impl Census {
     /// Elements of the encoded form.
     pub(crate) fn len(matrices: usize, parameters: usize, world: usize) -> usize {
-        3 + matrices + parameters + world
+        4 + matrices + parameters + world
     }
 
-    /// `[Σg², non-finite, weight, one a matrix, one a parameter, one a rank]`.
+    /// `[Σg², Σg² of AdamW's, non-finite, weight, one a matrix, one a parameter, one a rank]`.
     pub(crate) fn encode(&self, rank: Rank, world: usize) -> Vec<f64> {
         let flag = |set: &bool| f64::from(u8::from(*set));
-        let mut values = vec![self.sum_of_squares, self.non_finite as f64, self.weight];
+        let mut values = vec![
+            self.sum_of_squares,
+            self.squares_of_adamw,
+            self.non_finite as f64,
+            self.weight,
+        ];
         values.extend(self.non_zero.iter().map(flag));
         values.extend(self.present.iter().map(flag));
         let slots = values.len();
@@ -72,7 +81,7 @@ impl Census {
 
     /// Reads the sum of all ranks' encodings.
     pub(crate) fn decide(&self, sums: &[f64], rank: Rank) -> Decision {
-        let (head, rest) = sums.split_at(3);
+        let (head, rest) = sums.split_at(4);
         let (matrices, rest) = rest.split_at(self.non_zero.len());
         let (parameters, slots) = rest.split_at(self.present.len());
         let those = |test: &dyn Fn(f64) -> bool| -> Vec<Rank> {
@@ -91,12 +100,13 @@ impl Census {
         if !drifted.is_empty() {
             return Decision::Refuse(drifted);
         }
-        if head[1] > 0.0 {
-            return Decision::Skip(head[1] as u64);
+        if head[2] > 0.0 {
+            return Decision::Skip(head[2] as u64);
         }
         Decision::Apply(Verdict {
             sum_of_squares: head[0],
-            weight: head[2],
+            squares_of_adamw: head[1],
+            weight: head[3],
             zero: matrices.iter().map(|count| *count == 0.0).collect(),
             absent: parameters.iter().map(|count| *count == 0.0).collect(),
         })
@@ -110,6 +120,7 @@ mod tests {
     fn census() -> Census {
         Census {
             sum_of_squares: 2.0,
+            squares_of_adamw: 0.5,
             non_finite: 0,
             weight: 1.0,
             non_zero: vec![false, true],
@@ -137,6 +148,7 @@ mod tests {
         };
         let expected = Verdict {
             sum_of_squares: 4.0,
+            squares_of_adamw: 1.0,
             weight: 2.0,
             zero: vec![true, false],
             absent: vec![false],

@@ -11,7 +11,7 @@ mod update;
 
 use std::sync::Arc;
 
-use polarshard_muon::survey_all;
+use polarshard_muon::{AdamWConfig, survey_all};
 use polarshard_partition::{BlockId, DigestWriter, Params, Plan, UpdateGroup, WorldSize};
 
 use crate::agreement;
@@ -96,7 +96,9 @@ impl Stepper {
             Ok(Decision::Apply(verdict)) => {
                 let (gradient_norm, clip_factor) = norm(&verdict, config);
                 let factors = self.factors(intake, config, &verdict, clip_factor);
-                if factors.iter().all(Factors::are_usable) && self.fits(gradient_norm, clip_factor)
+                if factors.iter().all(Factors::are_usable)
+                    && (gradient_norm as f32).is_finite()
+                    && norm_of_adamw(&verdict, config) * clip_factor < AdamWConfig::LARGEST_NORM
                 {
                     // Half of the state may be new when an error comes: it cannot be survived.
                     let orthogonalized = self
@@ -181,16 +183,6 @@ impl Stepper {
         Ok(orthogonal.computed)
     }
 
-    /// Whether f32 holds a mean gradient of this norm and, where AdamW keeps its squares, those of the clipped one: a
-    /// second moment that is infinite would stay so. The norm is of all parameters, Muon's too: no norm of a group alone
-    /// is known to all ranks.
-    fn fits(&self, norm: f64, clip_factor: f64) -> bool {
-        let mut params = self.plan.params().iter();
-        let keeps_squares = params.any(|(_, param)| param.group() == UpdateGroup::AdamW);
-        let squared = (norm * clip_factor).powi(2);
-        (norm as f32).is_finite() && (!keeps_squares || (squared as f32).is_finite())
-    }
-
     /// By parameter.
     fn factors(
         &self,
@@ -215,6 +207,7 @@ fn census(intake: &Intake, shard: &Shard, config: &Config, steps: u64) -> Result
     let (cycle, params) = (intake.cycle(), shard.plan().params());
     let mut census = Census {
         sum_of_squares: 0.0,
+        squares_of_adamw: 0.0,
         non_finite: 0,
         weight: cycle.weight,
         non_zero: vec![false; params.matrices().count()],
@@ -233,7 +226,11 @@ fn census(intake: &Intake, shard: &Shard, config: &Config, steps: u64) -> Result
         })
         .collect::<Result<Vec<_>>>()?;
     for (slice, survey) in shard.owned.iter().zip(survey_all(&gradients)?) {
-        census.sum_of_squares += survey.sum_of_squares / intake.prescale(slice.param).powi(2);
+        let squares = survey.sum_of_squares / intake.prescale(slice.param).powi(2);
+        census.sum_of_squares += squares;
+        if params.get(slice.param).group() == UpdateGroup::AdamW {
+            census.squares_of_adamw += squares;
+        }
         census.non_finite += survey.non_finite;
         if let Some(matrix) = slice.matrix {
             census.non_zero[matrix.index()] |= survey.non_zero;
@@ -262,4 +259,9 @@ fn norm(verdict: &Verdict, config: &Config) -> (f64, f64) {
         Some(most) if norm > most => (norm, most / norm),
         _ => (norm, 1.0),
     }
+}
+
+/// The norm of the mean gradient of AdamW's parameters.
+fn norm_of_adamw(verdict: &Verdict, config: &Config) -> f64 {
+    verdict.squares_of_adamw.sqrt() / divisor(verdict, config)
 }
