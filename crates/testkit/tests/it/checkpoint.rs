@@ -5,7 +5,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
-use polarshard_partition::{Placement, Policy, Rank, Route, Stage};
+use polarshard_muon::Rule;
+use polarshard_partition::{Placement, Policy, Rank, Route, Stage, UpdateGroup};
 use polarshard_testkit::harness::Worker;
 use polarshard_testkit::model::{Draw, Model, StepGradients};
 use polarshard_zero::{Config, Error};
@@ -268,6 +269,14 @@ fn what_cannot_be_loaded_is_named_and_changes_nothing() -> Result<()> {
         );
     }
 
+    let mut rerouted = Model::everything();
+    rerouted.rules = rerouted.rules.with("blocks.1.square.weight", Rule::AdamW);
+    let errors = refused(&rerouted, folder.path())?;
+    assert!(
+        errors.iter().any(|error| matches!(error, Error::CheckpointGroup { name, model: UpdateGroup::AdamW } if name == "blocks.1.square.weight")),
+        "{errors:?}"
+    );
+
     // No checkpoint: which file, and why not.
     let index = folder.path().join("none").join("index.json");
     let errors = refused(&model, &folder.path().join("none"))?;
@@ -278,14 +287,18 @@ fn what_cannot_be_loaded_is_named_and_changes_nothing() -> Result<()> {
         "{errors:?}"
     );
 
-    // A truncated file.
+    // A file that is truncated, or has what cannot be trained on.
     let file = fs::read_dir(folder.path())?
         .filter_map(|entry| Some(entry.ok()?.path()))
         .find(|path| path.extension().is_some_and(|kind| kind == "safetensors"))
         .context("a file of tensors")?;
     let whole = fs::read(&file)?;
-    for len in [0, 7, 20, whole.len() / 2] {
-        fs::write(&file, &whole[..len])?;
+    let mut not_a_number = whole.clone();
+    let last = not_a_number.len() - 4;
+    not_a_number[last..].copy_from_slice(&f32::NAN.to_le_bytes());
+    let short = [0, 7, 20, whole.len() / 2].map(|len| &whole[..len]);
+    for damaged in short.into_iter().chain([&*not_a_number]) {
+        fs::write(&file, damaged)?;
         let errors = refused(&model, folder.path())?;
         assert!(
             errors
@@ -342,6 +355,95 @@ fn saving_within_a_step_is_refused() -> Result<()> {
         Ok(worker.optimizer.shutdown()?)
     })?;
     Ok(())
+}
+
+/// Files of a save that was interrupted, whole and not, where the index is not theirs or there is none.
+#[test]
+fn what_an_interrupted_save_left_is_neither_mixed_in_nor_kept() -> Result<()> {
+    let model = Model::everything();
+    let names = trained(&model, &model.initial(SEED)?);
+    let run = RUNS[1];
+    let gradients = steps(&model, run.world, 0, 1)?;
+    let left = [
+        "7-step-00000001-rank-00001.safetensors",
+        "8-step-00000001-rank-00000.safetensors.partial",
+    ];
+    for had_one in [false, true] {
+        let folder = tempfile::tempdir()?;
+        if had_one {
+            run.weights(&model, None, &[], Some(folder.path()))?;
+        }
+        for file in left.into_iter().chain(["model.safetensors"]) {
+            fs::write(folder.path().join(file), "of an earlier run")?;
+        }
+        let saved = run.weights(&model, None, &gradients, Some(folder.path()))?;
+        let mut found = fs::read_dir(folder.path())?
+            .map(|file| Ok(file?.file_name().to_string_lossy().into_owned()))
+            .collect::<Result<Vec<_>>>()?;
+        found.sort();
+        let expected = [
+            "9-step-00000001-rank-00000.safetensors",
+            "9-step-00000001-rank-00001.safetensors",
+            "index.json",
+            "model.safetensors",
+        ];
+        ensure!(found == expected, "{found:?}");
+        let loaded = run.weights(&model, Some(folder.path()), &[], None)?;
+        same_bits(&names, &loaded, &saved)?;
+    }
+
+    // The first rank's folder has the file that the second one writes elsewhere, by name.
+    let folders = [tempfile::tempdir()?, tempfile::tempdir()?];
+    fs::write(
+        folders[0]
+            .path()
+            .join("0-step-00000001-rank-00001.safetensors"),
+        "",
+    )?;
+    let initial = model.initial(SEED)?;
+    world(run.world, |comm| -> Result<()> {
+        let mut worker = Worker::new(comm, &initial, &model.roles, run.config(&model))?;
+        worker.step(&gradients[0])?;
+        let rank = worker.optimizer.rank().0;
+        let saved = worker.optimizer.save(folders[rank].path());
+        ensure!(
+            saved.is_err(),
+            "rank {rank} has saved a part of another run"
+        );
+        Ok(worker.optimizer.shutdown()?)
+    })?;
+    Ok(())
+}
+
+#[test]
+fn a_state_that_is_not_finite_replaces_no_checkpoint() -> Result<()> {
+    let model = Model::everything();
+    let initial = model.initial(SEED)?;
+    let names = trained(&model, &initial);
+    let folder = tempfile::tempdir()?;
+    let run = RUNS[1];
+    let mut config = run.config(&model);
+    (config.adamw.lr, config.adamw.weight_decay) = (3e38, 0.0);
+    let gradients = steps(&model, run.world, 0, 4)?;
+    let good = world(run.world, |comm| -> Result<_> {
+        let mut worker = Worker::new(comm, &initial, &model.roles, config.clone())?;
+        worker.optimizer.save(folder.path())?;
+        let good = worker.weights()?;
+        for step in &gradients {
+            worker.step(step)?;
+        }
+        let error = worker.optimizer.save(folder.path()).err();
+        let error = error.context("infinite weights were saved")?;
+        ensure!(
+            matches!(&error, Error::CheckpointFailed { .. })
+                || error.to_string().contains("are not finite"),
+            "{error}"
+        );
+        worker.optimizer.shutdown()?;
+        Ok(good)
+    })?;
+    let found = run.weights(&model, Some(folder.path()), &[], None)?;
+    same_bits(&names, &found, &good[0])
 }
 
 /// Of another world at the same step, so that nothing but the files' names keeps the two apart.

@@ -10,6 +10,7 @@ use polarshard_partition::DigestWriter;
 use serde::{Deserialize, Serialize};
 
 use super::durable;
+use super::names::numbered;
 use crate::error::{Error, Result};
 
 const NAME: &str = "index.json";
@@ -88,9 +89,14 @@ impl Index {
         Ok(())
     }
 
-    /// The number of the next checkpoint in a folder.
+    /// The number of the next checkpoint in a folder: above those of all that it has, or has files of.
     pub(super) fn next_number(folder: &Path) -> u64 {
-        Self::read(folder).map_or(0, |before| before.number + 1)
+        let of_files = numbered(folder).into_iter().map(|(number, _)| number);
+        let of_index = Self::read(folder).ok().map(|before| before.number);
+        of_files
+            .chain(of_index)
+            .max()
+            .map_or(0, |number| number.saturating_add(1))
     }
 
     /// What is wrong with what was read.
@@ -117,15 +123,15 @@ impl Index {
         if let Some(name) = files.keys().find(|name| !adamw_steps.contains_key(*name)) {
             return Some(format!("`adamw_steps` has no `{name}`"));
         }
-        // Files are read, and removed when the checkpoint is replaced: nothing outside the folder must be, nor the index.
+        // Nothing outside the folder must be read, nor the index.
         let outside = files.iter().find(|(_, file)| !is_of_tensors(file));
         outside
             .map(|(name, file)| format!("`{file}`, of `{name}`, is no tensor file in this folder"))
     }
 
-    /// Replaces the folder's index, then removes the tensor files that only the one before it named.
+    /// Replaces the folder's index, then removes the tensor files of earlier checkpoints, and those that an interrupted save
+    /// left.
     pub(super) fn replace(&self, folder: &Path) -> Result<()> {
-        let before = Self::read(folder).ok();
         let path = folder.join(NAME);
         let beside = durable::beside(&path);
         let failed = |error: std::io::Error| Error::checkpoint(&beside, error);
@@ -134,13 +140,11 @@ impl Index {
         let mut file = File::create(&beside).map_err(failed)?;
         file.write_all(&text).map_err(failed)?;
         durable::rename(&file, &beside, &path)?;
-        for file in before
-            .iter()
-            .flat_map(Self::tensor_files)
-            .filter(|file| !self.tensor_files().contains(*file))
-        {
-            // The new checkpoint is whole: a file that stays behind costs room and nothing else.
-            let _ = fs::remove_file(folder.join(file));
+        for (number, file) in numbered(folder) {
+            if number < self.number {
+                // The new checkpoint is whole: a file that stays behind costs room and nothing else.
+                let _ = fs::remove_file(folder.join(file));
+            }
         }
         Ok(())
     }

@@ -77,6 +77,13 @@ fn read(shard: &Shard, folder: &Path) -> Result<Loaded> {
             files.insert(path.clone(), TensorFileReader::open(&path)?);
         }
         let file = files.get_mut(&path).expect("it was just opened");
+        let others = Kind::of_other(param.group()).iter();
+        if !file.has(&key) && others.clone().any(|kind| file.has(&kind.key(&param.name))) {
+            return Err(Error::CheckpointGroup {
+                name: param.name.clone(),
+                model: param.group(),
+            });
+        }
         if file.shape(&key)? != param.shape.as_slice() {
             return Err(Error::CheckpointShape {
                 name: param.name.clone(),

@@ -6,6 +6,7 @@
 mod durable;
 mod index;
 mod load;
+mod names;
 mod save;
 mod tensor_file;
 
@@ -32,6 +33,14 @@ impl Kind {
         match group {
             UpdateGroup::Muon => &[Self::Master, Self::Momentum],
             UpdateGroup::AdamW => &[Self::Master, Self::First, Self::Second],
+        }
+    }
+
+    /// What a parameter of the other group has, and one of this group has not.
+    fn of_other(group: UpdateGroup) -> &'static [Self] {
+        match group {
+            UpdateGroup::Muon => &[Self::First, Self::Second],
+            UpdateGroup::AdamW => &[Self::Momentum],
         }
     }
 

@@ -9,6 +9,7 @@ use polarshard_comm::{Op, Request};
 use polarshard_partition::{Class, ParamId, Plan, Rank, Span};
 
 use super::index::Index;
+use super::names::Names;
 use super::tensor_file::TensorFileWriter;
 use super::{Kind, all_come, durable, together};
 use crate::channel::Channel;
@@ -45,21 +46,6 @@ pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Pat
     let found = index.map_or(Ok(()), |index| index.check_files(folder));
     together(channel, found).inspect_err(remove_own)?;
     together(channel, index.map_or(Ok(()), |index| index.replace(folder)))
-}
-
-/// How the files of one checkpoint are called: otherwise than those of the one before it, also at the same step, so that
-/// that one is whole until the index is replaced.
-#[derive(Debug, Clone, Copy)]
-struct Names {
-    number: u64,
-    step: u64,
-}
-
-impl Names {
-    fn of(self, rank: Rank) -> String {
-        let Self { number, step } = self;
-        format!("{number}-step-{step:08}-rank-{:05}.safetensors", rank.0)
-    }
 }
 
 fn index(shard: &Shard, names: Names) -> Index {
@@ -114,7 +100,7 @@ fn write_all(
                 let span = Span::new(start, param.elems().min(start + window));
                 let values = gather(channel, plan, id, span, writer, &own, shard.device())?;
                 if let (Some(values), Some(file), Ok(())) = (values, &mut file, &written) {
-                    written = file.append(&values);
+                    written = file.append(&kind.key(&param.name), &values);
                 }
             }
         }

@@ -56,7 +56,10 @@ impl TensorFileWriter {
         Ok(writer)
     }
 
-    pub(super) fn append(&mut self, values: &[f32]) -> Result<()> {
+    /// Appends values of a tensor. What is not finite is refused: nobody could go on from it, and the checkpoint that it
+    /// would replace may be the last good one.
+    pub(super) fn append(&mut self, name: &str, values: &[f32]) -> Result<()> {
+        check_finite(&self.path, name, values)?;
         values
             .iter()
             .try_for_each(|value| self.bytes(&value.to_le_bytes()))
@@ -111,6 +114,11 @@ impl TensorFileReader {
         })
     }
 
+    /// Whether it has a tensor of this name.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.metadata.info(name).is_some()
+    }
+
     /// The shape of an f32 tensor.
     pub(super) fn shape(&self, name: &str) -> Result<&[usize]> {
         match self.metadata.info(name) {
@@ -133,11 +141,18 @@ impl TensorFileReader {
         let mut bytes = vec![0; BYTES * span.len()];
         self.file.seek(SeekFrom::Start(at)).map_err(failed)?;
         self.file.read_exact(&mut bytes).map_err(failed)?;
-        Ok(bytes
-            .as_chunks()
-            .0
-            .iter()
-            .map(|value| f32::from_le_bytes(*value))
-            .collect())
+        let values = bytes.as_chunks().0.iter();
+        let values: Vec<_> = values.map(|value| f32::from_le_bytes(*value)).collect();
+        check_finite(&self.path, name, &values)?;
+        Ok(values)
     }
+}
+
+fn check_finite(path: &Path, name: &str, values: &[f32]) -> Result<()> {
+    let not_finite = values.iter().filter(|value| !value.is_finite()).count();
+    if not_finite == 0 {
+        return Ok(());
+    }
+    let reason = format!("{not_finite} elements of `{name}` are not finite");
+    Err(Error::checkpoint(path, std::io::Error::other(reason)))
 }

@@ -190,7 +190,8 @@ impl ZeroOptimizer {
     }
 
     /// Saves masters, momentum, moments and step counts to a folder that all ranks see. A collective: all ranks call it
-    /// with the same folder, between steps. A checkpoint in the folder is replaced when the new one is whole.
+    /// with the same folder, between steps. A checkpoint in the folder is replaced when the new one is whole; a state that is
+    /// not finite replaces none. Files that an interrupted save has left are removed.
     ///
     /// Frozen tensors and buffers belong to the model and are not saved.
     ///
@@ -212,8 +213,8 @@ impl ZeroOptimizer {
     /// parameters by name. A collective. Training goes on bit for bit where all of these are the same.
     ///
     /// # Errors
-    /// [`Error::WithinStep`]; [`Error::NotInCheckpoint`], [`Error::NotInModel`], [`Error::CheckpointShape`] and
-    /// [`Error::Checkpoint`], naming the parameter or file, and [`Error::CheckpointFailed`] on the other ranks;
+    /// [`Error::WithinStep`]; [`Error::NotInCheckpoint`], [`Error::NotInModel`], [`Error::CheckpointShape`],
+    /// [`Error::CheckpointGroup`] and [`Error::Checkpoint`], naming the parameter or file, and [`Error::CheckpointFailed`] on the other ranks;
     /// [`Error::OtherCheckpoint`] where ranks found different ones, as in different folders that are no copies: nothing
     /// has changed then, on any rank.
     pub fn load(&mut self, folder: impl AsRef<Path>) -> Result<()> {
