@@ -17,8 +17,8 @@ const MOST_GRAM_STEPS: usize = 7;
 ///
 /// Each matrix is first divided by its Frobenius norm, free of scale: by an exact power of two near
 /// its largest magnitude, then by the norm of that, with nothing added and nothing flushed to zero.
-/// So an input may be of any magnitude, a zero matrix gives exactly zero, and one matrix of a stack
-/// has no influence on the others. A matrix with an element that is not finite becomes NaN.
+/// So an input may be of any magnitude, a zero matrix gives exactly zero (but see [`Method::Gram`] for more than
+/// seven steps), and one matrix of a stack has no influence on the others. A matrix with an element that is not finite becomes NaN.
 ///
 /// A matrix gives the same bits at every run. They are the same alone and in any stack, and under any
 /// number of threads or bytes of workspace, on a CPU and by the kernels for Hopper; cuBLAS, which
@@ -208,29 +208,27 @@ impl NewtonSchulz {
     #[must_use]
     pub fn flops(&self, rows: usize, cols: usize) -> u64 {
         let (n, m) = (rows.min(cols), rows.max(cols));
-        match self.chosen(rows, cols) {
+        let flops = match self.chosen(rows, cols) {
             Method::Gram => self.gram_flops(n, m),
             Method::Auto | Method::Standard => self.standard_flops(n, m),
-        }
+        };
+        u64::try_from(flops).unwrap_or(u64::MAX)
     }
 
-    fn standard_flops(&self, n: usize, m: usize) -> u64 {
-        let (n, m, steps) = (n as u64, m as u64, self.steps as u64);
-        steps.saturating_mul(4 * n * n * m + 2 * n * n * n)
+    fn standard_flops(&self, n: usize, m: usize) -> u128 {
+        product([self.steps, 4, n, n, m]).saturating_add(product([self.steps, 2, n, n, n]))
     }
 
-    fn gram_flops(&self, n: usize, m: usize) -> u64 {
-        let (n, m, steps) = (n as u64, m as u64, self.steps as u64);
+    fn gram_flops(&self, n: usize, m: usize) -> u128 {
         let segments = if self.steps > iteration::RESTART {
             2
         } else {
             1
         };
-        let others = steps.saturating_sub(segments);
-        let squares = steps
-            .saturating_mul(2)
-            .saturating_add(others.saturating_mul(2 + 4));
-        (segments * 4 * n * n * m).saturating_add(squares.saturating_mul(n * n * n))
+        let others = self.steps.saturating_sub(segments);
+        let squares =
+            product([self.steps, 2, n, n, n]).saturating_add(product([others, 2 + 4, n, n, n]));
+        product([segments, 4, n, n, m]).saturating_add(squares)
     }
 
     /// Orthogonalizes contiguous matrices `wide`, n × m each with n ≤ m, and `tall`, m × n each, in one batch:
@@ -381,6 +379,12 @@ fn not_a_matrix(expected: &'static str, x: &Tensor) -> Error {
     }
 }
 
+/// The largest number where there is no such one: shapes that nobody has must not wrap around to small ones.
+fn product(factors: [usize; 5]) -> u128 {
+    let factors = factors.iter().map(|factor| *factor as u128);
+    factors.fold(1, u128::saturating_mul)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -391,6 +395,14 @@ mod tests {
             steps,
             ..NewtonSchulz::default()
         }
+    }
+
+    #[test]
+    fn flops_of_shapes_that_nobody_has_do_not_wrap() {
+        let ns = NewtonSchulz::default();
+        assert_eq!(ns.chosen(1_000_000, 10_000_000), Method::Gram);
+        assert_eq!(ns.flops(usize::MAX, usize::MAX), u64::MAX);
+        assert_eq!(with(Method::Gram, usize::MAX).flops(3, 7), u64::MAX);
     }
 
     #[test]
