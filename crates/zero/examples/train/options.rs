@@ -51,13 +51,14 @@ pub(crate) struct Options {
     /// Stop after this step, as if the rest of --steps came: with --save, to go on later with the same --steps.
     #[arg(long)]
     pub(crate) stop: Option<NonZeroUsize>,
-    /// Save a checkpoint in this folder after the last step. All ranks must see it.
+    /// Save a checkpoint in this folder after the last step, instead of one that is there. All ranks must see it.
     #[arg(long)]
     pub(crate) save: Option<PathBuf>,
-    /// Save it after every so many steps, too; 0, after the last one only.
+    /// With --save: save it after every so many steps, too; 0, after the last one only.
     #[arg(long, requires = "save", default_value_t = 0)]
     pub(crate) save_every: usize,
-    /// Go on from the checkpoint in this folder, with any number of ranks; not with --compare.
+    /// Go on from the checkpoint in this folder, with any number of ranks; not with --compare. It holds weights and the
+    /// optimizer's state: the other options are to be given again.
     #[arg(long, conflicts_with = "compare")]
     pub(crate) resume: Option<PathBuf>,
     /// Micro-batches a step, on each rank.

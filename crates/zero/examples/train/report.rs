@@ -60,6 +60,13 @@ pub(crate) fn tell(
         "replicas identical: {}{times}",
         if identical { "yes" } else { "no" }
     );
+    if let Some(folder) = &options.save {
+        println!(
+            "checkpoint: {}, after step {}",
+            folder.display(),
+            run.steps.end
+        );
+    }
     draw(options, run, curve, other.as_ref())?;
     ensure!(identical, "the ranks ended with different weights");
     ensure!(

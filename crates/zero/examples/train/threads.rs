@@ -1,6 +1,6 @@
 //! All ranks as threads of this process, on its CPU.
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, ensure};
 use candle_core::Device;
 use polarshard_comm::{Loopback, ranks};
 use polarshard_partition::WorldSize;
@@ -21,14 +21,20 @@ pub(crate) fn train(world: WorldSize, options: &Options, text: &Text) -> Result<
     let outcomes = ranks::run(world, |comm| {
         train::train(Box::new(comm), &Device::Cpu, options, text)
     });
-    let runs: Vec<_> = outcomes
-        .into_iter()
-        .enumerate()
-        .map(|(rank, outcome)| match outcome {
-            ranks::Outcome::Done(run) => Ok(run),
-            ranks::Outcome::Failed(error) => Err(error.context(format!("rank {rank} failed"))),
-            ranks::Outcome::Panicked(message) => Err(anyhow!("rank {rank} panicked: {message}")),
-        })
-        .collect::<Result<_>>()?;
-    runs.into_iter().flatten().next().context("no rank 0")
+    let mut first = None;
+    let mut failures = Vec::new();
+    for (rank, outcome) in outcomes.into_iter().enumerate() {
+        match outcome {
+            ranks::Outcome::Done(run) => first = first.or(run),
+            ranks::Outcome::Failed(error) => {
+                failures.push(format!("rank {rank} failed: {error:#}"));
+            }
+            ranks::Outcome::Panicked(message) => {
+                failures.push(format!("rank {rank} panicked: {message}"));
+            }
+        }
+    }
+    // All of them: a rank may only know that another one failed.
+    ensure!(failures.is_empty(), failures.join("\n"));
+    first.context("no rank 0")
 }

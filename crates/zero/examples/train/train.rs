@@ -50,6 +50,9 @@ pub(crate) fn train(
         optimizer.load(folder)?;
     }
     let steps = steps_left(&optimizer, options)?;
+    if rank == Rank(0) && options.resume.is_some() {
+        println!("goes on after step {}", steps.start);
+    }
     let account = all_steps(&model, &mut optimizer, &log, options, &steps, text)?;
     let plan = optimizer.plan().clone();
     optimizer.shutdown()?;
