@@ -71,7 +71,7 @@ struct Product<'a> {
     b: &'a Tensor,
     b_transposed: bool,
     addend: Option<(f32, &'a Tensor)>,
-    /// Whether the result is, so that the upper half need not be computed.
+    /// Whether the result is symmetric: what is above its diagonal need not be computed.
     is_symmetric: bool,
 }
 

@@ -22,19 +22,21 @@ pub(crate) fn train(world: WorldSize, options: &Options, text: &Text) -> Result<
         train::train(Box::new(comm), &Device::Cpu, options, text)
     });
     let mut first = None;
+    // All of them, each once: a rank may only know that another one failed.
     let mut failures = Vec::new();
     for (rank, outcome) in outcomes.into_iter().enumerate() {
-        match outcome {
-            ranks::Outcome::Done(run) => first = first.or(run),
-            ranks::Outcome::Failed(error) => {
-                failures.push(format!("rank {rank} failed: {error:#}"));
+        let failure = match outcome {
+            ranks::Outcome::Done(run) => {
+                first = first.or(run);
+                continue;
             }
-            ranks::Outcome::Panicked(message) => {
-                failures.push(format!("rank {rank} panicked: {message}"));
-            }
+            ranks::Outcome::Failed(error) => format!("{error:#}"),
+            ranks::Outcome::Panicked(message) => format!("rank {rank} panicked: {message}"),
+        };
+        if !failures.contains(&failure) {
+            failures.push(failure);
         }
     }
-    // All of them: a rank may only know that another one failed.
     ensure!(failures.is_empty(), failures.join("\n"));
     first.context("no rank 0")
 }

@@ -36,13 +36,17 @@ pub(super) fn numbered(folder: &Path) -> Vec<(u64, OsString)> {
         .collect()
 }
 
+/// More checkpoints than are ever saved: numbers travel as f64.
+const MOST: u64 = 1 << 52;
+
 /// Of a name as `Names` gives it, `.partial` or not.
 fn number(name: &str) -> Option<u64> {
     let whole = name.strip_suffix(".partial").unwrap_or(name);
     let (number, rest) = whole.strip_suffix(".safetensors")?.split_once("-step-")?;
     let (step, rank) = rest.split_once("-rank-")?;
     let is_count = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    (is_count(step) && is_count(rank) && is_count(number)).then(|| number.parse().ok())?
+    let number = Some(number).filter(|text| is_count(text) && is_count(step) && is_count(rank));
+    number?.parse().ok().filter(|number| *number < MOST)
 }
 
 #[cfg(test)]
@@ -67,6 +71,7 @@ mod tests {
             "1-step-3-rank-.safetensors",
             "1-step-best-rank-00004.safetensors",
             "1-step-00000003-rank-00004.safetensors.bak",
+            "4503599627370496-step-00000003-rank-00004.safetensors",
             "99999999999999999999-step-00000003-rank-00004.safetensors",
         ] {
             assert_eq!(number(other), None, "{other}");

@@ -65,9 +65,12 @@ impl ZeroOptimizer {
     /// micro-batch of the step), while the pass goes on if the settings say so.
     ///
     /// # Errors
-    /// A gradient that is missing, comes twice or does not fit, a loss of several elements, a stale tensor, a failed
-    /// backward pass. The micro-batch counts even so: this rank goes on, and [`step`](Self::step) drops the step's
-    /// micro-batches on all ranks. [`Error::StepDue`] after the last micro-batch, which does not count.
+    /// A gradient that is missing, comes twice or does not fit, a loss of several elements, a failed backward pass;
+    /// [`Error::Stale`] in the second step, for what the model computed from a weight in the first one and goes on using.
+    /// The micro-batch counts even so: this rank goes on, and [`step`](Self::step) drops the step's micro-batches on all
+    /// ranks. [`Error::StepDue`] after the last micro-batch, which does not count.
+    ///
+    /// A loss that was computed before the last step is not found out: its gradients are of neither set of weights.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.backward_weighted(loss, 1.0)
     }

@@ -11,7 +11,8 @@ use cudarc::nvrtc::Ptx;
 use super::kernel::Grid;
 use crate::hopper::schedule::Stage;
 
-/// Threads of a block of `products.cu`, as `kernels/hopper/ring.cuh` has them: two warpgroups that compute and one that loads.
+/// Threads of a block of `products.cu`, as `kernels/hopper/ring.cuh` has them: two warpgroups that compute
+/// and one that loads.
 const PRODUCT_THREADS: u32 = 384;
 
 macro_rules! cubin {
