@@ -31,8 +31,8 @@ pub(crate) fn bands(dtype: DType, n: usize) -> Vec<Range<usize>> {
 }
 
 /// How many elements of an n × n result are computed.
-pub(crate) fn computed_elements(dtype: DType, n: usize) -> usize {
-    let of = |band: Range<usize>| band.len() * band.end;
+pub(crate) fn computed_elements(dtype: DType, n: usize) -> u128 {
+    let of = |band: Range<usize>| band.len() as u128 * band.end as u128;
     bands(dtype, n).into_iter().map(of).sum()
 }
 
@@ -49,9 +49,10 @@ mod tests {
                 let bands = bands(dtype, n);
                 let ends = bands.windows(2).all(|pair| pair[0].end == pair[1].start);
                 assert!(ends && bands[0].start == 0 && bands[bands.len() - 1].end == n);
+                let n = n as u128;
                 let least = n * (n + 1) / 2;
                 assert!(
-                    (least..=n * n).contains(&computed_elements(dtype, n)),
+                    (least..=n * n).contains(&computed_elements(dtype, n as usize)),
                     "{dtype:?} {n}"
                 );
             }

@@ -27,7 +27,7 @@ pub struct Choice {
     pub products: Products,
     /// Floating-point operations that are executed for the batch, a multiply-add counted as two: of a
     /// symmetric product by the kernels for Hopper a half, and what they compute beyond its diagonal
-    /// and beyond edges.
+    /// and beyond edges; by cuBLAS what is in its bands.
     pub flops: u64,
 }
 
@@ -166,16 +166,17 @@ impl NewtonSchulz {
         let method = self.chosen(n, m);
         let program = program(method, &self.coefficients.steps(self.steps));
         let whole = self.flops(n, m);
-        let symmetric = 2 * (whole - flops(&program, n, m));
-        let left_out = (n * n - computed_elements(dtype, n)) as u128;
-        let left_out = u128::from(symmetric) * left_out / (n * n) as u128;
+        let symmetric = 2 * u128::from(whole.saturating_sub(flops(&program, n, m)));
+        let (all, computed) = (n as u128 * n as u128, computed_elements(dtype, n));
+        let left_out =
+            symmetric / all * (all - computed) + symmetric % all * (all - computed) / all;
         Choice {
             method,
             dtype,
             products: Products::Cublas {
                 bands: bands(dtype, n).len(),
             },
-            flops: count as u64 * (whole - left_out as u64),
+            flops: (count as u64).saturating_mul(whole - left_out as u64),
         }
     }
 }

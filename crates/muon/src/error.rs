@@ -1,6 +1,6 @@
 use candle_core::{DType, DeviceLocation, Shape};
 
-use crate::Kernels;
+use crate::{AdamWConfig, Kernels};
 
 /// What can go wrong in this crate; each message carries the values that explain it.
 #[derive(Debug, thiserror::Error)]
@@ -188,7 +188,10 @@ pub enum Error {
         count: u64,
     },
     /// The gradients of AdamW's parameters are so large that a second moment could be infinite, and would stay so.
-    #[error("the gradients of adamw's parameters have norm {norm:e}; it must be less than 1e19")]
+    #[error(
+        "the gradients of adamw's parameters have norm {norm:e}; it must be less than {:e}",
+        AdamWConfig::LARGEST_NORM
+    )]
     GradientNorm {
         /// The norm over all of them.
         norm: f64,

@@ -121,7 +121,8 @@ impl<'a> Product<'a> {
 
 fn compute_in<T: Element>(product: &Product<'_>, device: &CudaDevice) -> Result<Tensor> {
     let Sides { batch, n, k, m } = product.sides()?;
-    // SAFETY: a product to which nothing is added writes each element; others start from a copy.
+    // SAFETY: a product to which nothing is added writes each element, of bands the rest is `mirror`'s; others start from
+    // a copy.
     let mut d = unsafe { uninitialized::<T>(device, batch * n * m) }?;
     let beta = match product.addend {
         None => 0.0,

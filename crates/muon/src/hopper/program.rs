@@ -85,12 +85,13 @@ pub(crate) fn program(method: Method, rows: &[[f64; 3]]) -> Vec<Product> {
 /// product left out.
 pub(crate) fn flops(program: &[Product], n: usize, m: usize) -> u64 {
     let (n, m) = (n as u64, m as u64);
-    let of = |product: &Product| match (product.is_symmetric(), product.a.is_symmetric()) {
-        (true, false) => n * n * m,
-        (true, true) => n * n * n,
-        (false, _) => 2 * n * n * m,
+    let product = |factors: [u64; 4]| factors.into_iter().fold(1, u64::saturating_mul);
+    let of = |of: &Product| match (of.is_symmetric(), of.a.is_symmetric()) {
+        (true, false) => product([1, n, n, m]),
+        (true, true) => product([1, n, n, n]),
+        (false, _) => product([2, n, n, m]),
     };
-    program.iter().map(of).sum()
+    program.iter().map(of).fold(0, u64::saturating_add)
 }
 
 /// For each product the others that must be stored before it starts, because it reads or overwrites

@@ -58,8 +58,8 @@ fn a_step_that_fails_changes_nothing() {
             "gradient of c has 6 elements that are not finite",
         ),
         (
-            with(2, (good[2].ones_like().unwrap() * 2e19).unwrap()),
-            "gradients of adamw's parameters have norm 4.898979",
+            with(2, (good[2].ones_like().unwrap() * 4.2e18).unwrap()),
+            "gradients of adamw's parameters have norm 1.028",
         ),
         (with(2, gaussian(&[5], 1)), "gradient of c has shape [5]"),
     ];
