@@ -10,20 +10,17 @@ use polarshard_partition::DigestWriter;
 use serde::{Deserialize, Serialize};
 
 use super::durable;
-use super::names::numbered;
+use super::names::{MOST, numbered};
 use crate::error::{Error, Result};
 
 const NAME: &str = "index.json";
 const FORMAT: u32 = 1;
-/// More than anything is ever counted to, and exact in an f64.
-const MOST: u64 = 1 << 53;
-
 /// What a checkpoint has, and in which files beside the index.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Index {
     format: u32,
-    /// How many checkpoints the folder had before, at least. No two in a row have the same, nor do their files.
+    /// Above that of any checkpoint or file that the folder had.
     pub(super) number: u64,
     /// Steps applied.
     pub(super) step: u64,
@@ -79,7 +76,8 @@ impl Index {
             fs::metadata(&path).map_err(|error| {
                 let reason = match error.kind() {
                     ErrorKind::NotFound => std::io::Error::other(
-                        "a rank has written this file, but not where rank 0 looks for it: all must be given one folder",
+                        "a rank has written this file, but not where rank 0 looks for it: all must be given one folder, and \
+                         no other run the same",
                     ),
                     _ => error,
                 };
@@ -139,6 +137,17 @@ impl Index {
             serde_json::to_vec_pretty(self).map_err(|error| Error::checkpoint(&path, error))?;
         let mut file = File::create(&beside).map_err(failed)?;
         file.write_all(&text).map_err(failed)?;
+        // Another run's, which has removed the files that this one names.
+        if let Some(other) = Self::read(folder)
+            .ok()
+            .filter(|other| other.number >= self.number)
+        {
+            let reason = format!(
+                "checkpoint {} is there, made while {} was",
+                other.number, self.number
+            );
+            return Err(Error::checkpoint(&path, std::io::Error::other(reason)));
+        }
         durable::rename(&file, &beside, &path)?;
         for (number, file) in numbered(folder) {
             if number < self.number {

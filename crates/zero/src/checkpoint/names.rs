@@ -29,15 +29,15 @@ pub(super) fn numbered(folder: &Path) -> Vec<(u64, OsString)> {
     };
     let files = entries
         .flatten()
-        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
+        .filter(|entry| entry.file_type().is_ok_and(|kind| !kind.is_dir()));
     files
         .map(|entry| entry.file_name())
         .filter_map(|name| Some((number(name.to_str()?)?, name)))
         .collect()
 }
 
-/// More checkpoints than are ever saved: numbers travel as f64.
-const MOST: u64 = 1 << 52;
+/// More than anything is ever counted to, and exact in an f64.
+pub(super) const MOST: u64 = 1 << 53;
 
 /// Of a name as `Names` gives it, `.partial` or not.
 fn number(name: &str) -> Option<u64> {
@@ -71,7 +71,7 @@ mod tests {
             "1-step-3-rank-.safetensors",
             "1-step-best-rank-00004.safetensors",
             "1-step-00000003-rank-00004.safetensors.bak",
-            "4503599627370496-step-00000003-rank-00004.safetensors",
+            "9007199254740992-step-00000003-rank-00004.safetensors",
             "99999999999999999999-step-00000003-rank-00004.safetensors",
         ] {
             assert_eq!(number(other), None, "{other}");

@@ -9,7 +9,7 @@ use polarshard_comm::{Op, Request};
 use polarshard_partition::{Class, ParamId, Plan, Rank, Span};
 
 use super::index::Index;
-use super::names::Names;
+use super::names::{MOST, Names};
 use super::tensor_file::TensorFileWriter;
 use super::{Kind, all_come, durable, together};
 use crate::channel::Channel;
@@ -25,6 +25,11 @@ pub(crate) fn save(channel: &mut Channel, shard: &Shard, step: u64, folder: &Pat
     let numbers = channel.collect_in_order(&[Index::next_number(folder) as f64])?;
     let number = numbers.iter().map(|of_rank| of_rank[0] as u64).max();
     let number = number.expect("a world has ranks");
+    if number >= MOST {
+        let reason =
+            format!("no checkpoint can have the number {number}, after one that the folder has");
+        return Err(Error::checkpoint(folder, std::io::Error::other(reason)));
+    }
     let names = Names { number, step };
     let writer = begin(shard.plan(), rank, names, folder);
     let written = match writer {

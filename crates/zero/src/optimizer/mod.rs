@@ -194,7 +194,8 @@ impl ZeroOptimizer {
 
     /// Saves masters, momentum, moments and step counts to a folder that all ranks see. A collective: all ranks call it
     /// with the same folder, between steps. A checkpoint in the folder is replaced when the new one is whole; a state that is
-    /// not finite replaces none. Files that an interrupted save has left are removed.
+    /// not finite replaces none. Of files named `N-step-S-rank-R.safetensors` those with a lower N are removed then: the earlier
+    /// checkpoint's, and what an interrupted save has left. A folder belongs to one run at a time.
     ///
     /// Frozen tensors and buffers belong to the model and are not saved.
     ///
