@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, DeviceLocation};
+use polarshard_muon::AdamWConfig;
 use polarshard_partition::{Rank, UpdateGroup};
 
 /// An error of the sharded optimizer.
@@ -238,8 +239,9 @@ pub enum Error {
     /// [`AdamWConfig::LARGEST_NORM`](polarshard_muon::AdamWConfig::LARGEST_NORM) once it is clipped, on any rank.
     #[error(
         "rank {rank}: step {step} was not taken on any rank: f32 cannot hold the mean gradient, whose norm is {norm:e}, \
-         or the squares of AdamW's part: gradients are divided by {divisor:e}, the weights of all micro-batches times the loss scale, \
-         and multiplied by {clip_factor:e} for clipping"
+         or AdamW's part of it, whose norm is {adamw_norm:e} once it is clipped, is not below {most:e}: gradients are divided by {divisor:e}, the weights of all micro-batches times the loss scale, \
+         and multiplied by {clip_factor:e} for clipping",
+        most = AdamWConfig::LARGEST_NORM
     )]
     MeanOutOfRange {
         /// This rank.
@@ -248,6 +250,8 @@ pub enum Error {
         step: u64,
         /// The global norm of the mean gradient before clipping.
         norm: f64,
+        /// The norm over AdamW's parameters after it.
+        adamw_norm: f64,
         /// The weights of all micro-batches times the loss scale.
         divisor: f64,
         /// What the mean gradient was to be multiplied with.

@@ -454,7 +454,8 @@ fn weights_asked_for_after_the_optimizer() -> Result<()> {
         );
         let new = text(builder.get((5, 6), "third.weight"));
         ensure!(
-            new.contains("`third.weight`") && new.contains("build the model first"),
+            new.contains("`third.weight`")
+                && new.contains("build the model and set its weights first"),
             "{new}"
         );
         let error = rig

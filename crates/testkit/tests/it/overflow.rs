@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
+use polarshard_muon::{AdamWConfig, survey};
 use polarshard_partition::{Placement, Route, Stage};
 use polarshard_testkit::harness::Worker;
 use polarshard_testkit::model::{Draw, Model, StepGradients};
@@ -294,6 +295,45 @@ fn a_mean_whose_squares_are_not_kept_is_taken() -> Result<()> {
                 report.outcome == Outcome::Applied && report.gradient_norm > 1e22,
                 "{report:?}"
             );
+            for weights in worker.weights()? {
+                let survey = survey(&weights)?;
+                ensure!(survey.non_finite == 0, "a weight is not finite");
+            }
+            Ok(worker.optimizer.shutdown()?)
+        })?;
+    }
+    Ok(())
+}
+
+/// Just below the limit for AdamW's parameters squares are kept, and saved, which wants them finite; above it nothing is.
+#[test]
+fn a_gradient_of_adamws_is_taken_up_to_its_limit() -> Result<()> {
+    let model = Model::nearly_nothing();
+    let initial = model.initial(8)?;
+    let bias = index(&model, "b")?;
+    let folder = tempfile::tempdir()?;
+    for (norm, is_taken) in [(0.99, true), (1.01, false)] {
+        let norm = norm * AdamWConfig::LARGEST_NORM;
+        let mut step = model.gradients(Draw::Integers, 8, 0, 1, WORLD)?;
+        for micro_batch in step.iter_mut().flatten() {
+            if let Some(gradient) = &mut micro_batch.gradients[bias] {
+                *gradient = gradient.ones_like()?.affine(norm / 3f64.sqrt(), 0.0)?;
+            }
+        }
+        world(WORLD, |comm| -> Result<()> {
+            let mut worker = Worker::new(comm, &initial, &model.roles, config(&model))?;
+            for _ in 0..3 {
+                match worker.step(&step) {
+                    Ok(_) => ensure!(is_taken, "{norm:e} was taken"),
+                    Err(error) => ensure!(
+                        !is_taken
+                            && matches!(error, Error::MeanOutOfRange { adamw_norm, .. }
+                            if (adamw_norm / norm - 1.0).abs() < 1e-6),
+                        "{error}"
+                    ),
+                }
+            }
+            worker.optimizer.save(folder.path())?;
             Ok(worker.optimizer.shutdown()?)
         })?;
     }

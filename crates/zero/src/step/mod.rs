@@ -95,10 +95,11 @@ impl Stepper {
             }),
             Ok(Decision::Apply(verdict)) => {
                 let (gradient_norm, clip_factor) = norm(&verdict, config);
+                let adamw_norm = norm_of_adamw(&verdict, config) * clip_factor;
                 let factors = self.factors(intake, config, &verdict, clip_factor);
                 if factors.iter().all(Factors::are_usable)
                     && (gradient_norm as f32).is_finite()
-                    && norm_of_adamw(&verdict, config) * clip_factor < AdamWConfig::LARGEST_NORM
+                    && adamw_norm < AdamWConfig::LARGEST_NORM
                 {
                     // Half of the state may be new when an error comes: it cannot be survived.
                     let orthogonalized = self
@@ -118,6 +119,7 @@ impl Stepper {
                         rank,
                         step,
                         norm: gradient_norm,
+                        adamw_norm,
                         divisor: divisor(&verdict, config),
                         clip_factor,
                     })

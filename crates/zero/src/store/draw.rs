@@ -22,10 +22,18 @@ pub(super) fn draw(
 ) -> candle_core::Result<CpuStorage> {
     let mut rng = ChaCha8Rng::seed_from_u64(DigestWriter::new().u64(seed).str(name).finish().0);
     let values = match values(&mut rng, init, shape) {
-        Ok(values) if values.iter().all(|value| value.is_finite()) => values,
-        Ok(_) => candle_core::bail!("`{name}` cannot be drawn from {init:?}: f32 does not hold it"),
+        Ok(values) => values,
         Err(reason) => candle_core::bail!("`{name}` cannot be drawn from {init:?}: {reason}"),
     };
+    let limit = match dtype {
+        DType::F16 => f64::from(f16::MAX),
+        DType::BF16 => f64::from(bf16::MAX),
+        _ => f64::from(f32::MAX),
+    };
+    // Not a number is within nothing.
+    if !values.iter().all(|value| f64::from(value.abs()) <= limit) {
+        candle_core::bail!("`{name}` cannot be drawn from {init:?}: {dtype:?} does not hold it");
+    }
     Ok(match dtype {
         DType::F32 => CpuStorage::F32(values),
         DType::F16 => CpuStorage::F16(values.into_iter().map(f16::from_f32).collect()),
@@ -111,6 +119,15 @@ mod tests {
                 "{said}"
             );
         }
+        let half = draw(
+            Init::Const(1e5),
+            0,
+            "head.weight",
+            &(2, 3).into(),
+            DType::F16,
+        )
+        .unwrap_err();
+        assert!(half.to_string().contains("F16 does not hold it"), "{half}");
         let error = draw(randn(1.0), 0, "ids", &(2, 3).into(), DType::U32).unwrap_err();
         assert!(
             error.to_string().contains("`ids` is asked for in U32"),
