@@ -1,6 +1,8 @@
 //! Products of stacks of matrices, by cuBLAS: sums in f32, without TF32 and without reductions in
 //! half precision; results rounded to the dtype once.
 
+use std::iter;
+
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, Storage, Tensor, bail};
 use cudarc::cublas::result::gemm_strided_batched_ex;
@@ -143,7 +145,7 @@ fn compute_in<T: Element>(product: &Product<'_>, device: &CudaDevice) -> Result<
     let bands = if product.is_symmetric {
         bands(product.a.dtype(), n)
     } else {
-        vec![0..n]
+        iter::once(0..n).collect()
     };
     let side = |side: usize| i32::try_from(side).map_err(candle_core::Error::wrap);
     let (columns, inner, count) = (side(m)?, side(k)?, side(batch)?);
