@@ -6,6 +6,8 @@ use std::ops::Range;
 
 use candle_core::DType;
 
+use crate::measured;
+
 /// From which n on a result has so many bands, as measured on an H200 (docs/gpu.md): with more of them less is computed,
 /// but a product of a narrow band is slower.
 const IN_HALF_PRECISION: [(usize, usize); 5] = [(0, 1), (3000, 3), (4096, 4), (6144, 6), (8192, 8)];
@@ -19,11 +21,7 @@ pub(crate) fn bands(dtype: DType, n: usize) -> Vec<Range<usize>> {
         DType::F32 => &IN_F32,
         _ => &IN_HALF_PRECISION,
     };
-    let (_, count) = table
-        .iter()
-        .rfind(|(from, _)| n >= *from)
-        .expect("the first entry is for all");
-    let rows = n.div_ceil(*count).next_multiple_of(ROWS);
+    let rows = n.div_ceil(measured::at(table, n)).next_multiple_of(ROWS);
     (0..n)
         .step_by(rows.max(1))
         .map(|start| start..n.min(start + rows))

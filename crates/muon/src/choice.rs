@@ -10,7 +10,7 @@ use crate::hopper::program::{flops, program};
 use crate::hopper::schedule::Schedule;
 use crate::hopper::triangle::LONGEST_SIDE;
 use crate::hopper::workspace::Batch;
-use crate::{Kernels, Method, NewtonSchulz};
+use crate::{Kernels, Method, NewtonSchulz, measured};
 
 /// How a batch of matrices of one shape is orthogonalized on a CUDA device.
 ///
@@ -101,7 +101,7 @@ impl Gpu {
 
 /// Of the n from which `Gram` is measured: what it costs beside its FLOPs, in hundredths of those of
 /// `Standard`. It has more products, and smaller ones, which small matrices feel.
-const GRAM_OVERHEAD: [(usize, u64); 2] = [(0, 125), (1025, 110)];
+const GRAM_OVERHEAD: [(usize, u128); 2] = [(0, 125), (1025, 110)];
 
 impl NewtonSchulz {
     /// Whether the kernels for Hopper are to be taken for matrices of at most so many rows and columns, on a
@@ -116,14 +116,14 @@ impl NewtonSchulz {
     pub(crate) fn chosen_on_hopper(&self, n: usize, m: usize) -> Method {
         let rows = self.coefficients.steps(self.steps);
         let cost = |method| flops(&program(method, &rows), n, m);
-        let (_, overhead) = *GRAM_OVERHEAD
-            .iter()
-            .rfind(|(from, _)| n >= *from)
-            .expect("the first entry is for all");
+        let overhead = measured::at(&GRAM_OVERHEAD, n);
         let gram = match self.method {
             Method::Standard => false,
             Method::Gram => m > n,
-            Method::Auto => overhead * cost(Method::Gram) <= 100 * cost(Method::Standard),
+            Method::Auto => {
+                overhead.saturating_mul(cost(Method::Gram))
+                    <= cost(Method::Standard).saturating_mul(100)
+            }
         };
         if gram { Method::Gram } else { Method::Standard }
     }
@@ -166,7 +166,7 @@ impl NewtonSchulz {
         let method = self.chosen(n, m);
         let program = program(method, &self.coefficients.steps(self.steps));
         let whole = self.flops(n, m);
-        let symmetric = 2 * u128::from(whole.saturating_sub(flops(&program, n, m)));
+        let symmetric = 2 * u128::from(whole).saturating_sub(flops(&program, n, m));
         let (all, computed) = (n as u128 * n as u128, computed_elements(dtype, n));
         let left_out =
             symmetric / all * (all - computed) + symmetric % all * (all - computed) / all;

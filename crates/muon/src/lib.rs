@@ -67,6 +67,8 @@ mod error;
 mod hopper;
 mod iteration;
 mod kernels;
+#[cfg(any(feature = "cuda", test))]
+mod measured;
 mod method;
 mod muon_group;
 mod newton_schulz;

@@ -6,8 +6,8 @@ use crate::Error;
 /// Which products the iteration is made of. Both compute the same polynomial of the matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Method {
-    /// The one of fewer FLOPs, symmetric products whole: `Gram` from a long side of over 1.5 short sides, else `Standard`, which it is for
-    /// more than 7 steps too.
+    /// The one of fewer FLOPs, symmetric products whole: `Gram` from a long side of over 1.5 short sides, else
+    /// `Standard`, which it is for more than 7 steps too.
     #[default]
     Auto,
     /// Multiplies the n × m matrix twice a step.

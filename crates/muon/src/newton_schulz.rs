@@ -17,8 +17,9 @@ const MOST_GRAM_STEPS: usize = 7;
 ///
 /// Each matrix is first divided by its Frobenius norm, free of scale: by an exact power of two near
 /// its largest magnitude, then by the norm of that, with nothing added and nothing flushed to zero.
-/// So an input may be of any magnitude, a zero matrix gives exactly zero (but see [`Method::Gram`] for more than
-/// seven steps), and one matrix of a stack has no influence on the others. A matrix with an element that is not finite becomes NaN.
+/// So an input may be of any magnitude, a zero matrix gives exactly zero (but see [`Method::Gram`] for
+/// more than seven steps), and one matrix of a stack has no influence on the others. A matrix with an
+/// element that is not finite becomes NaN.
 ///
 /// A matrix gives the same bits at every run. They are the same alone and in any stack, and under any
 /// number of threads or bytes of workspace, on a CPU and by the kernels for Hopper; cuBLAS, which
@@ -216,7 +217,8 @@ impl NewtonSchulz {
     }
 
     fn standard_flops(&self, n: usize, m: usize) -> u128 {
-        product([self.steps, 4, n, n, m]).saturating_add(product([self.steps, 2, n, n, n]))
+        saturating_product([self.steps, 4, n, n, m])
+            .saturating_add(saturating_product([self.steps, 2, n, n, n]))
     }
 
     fn gram_flops(&self, n: usize, m: usize) -> u128 {
@@ -226,9 +228,9 @@ impl NewtonSchulz {
             1
         };
         let others = self.steps.saturating_sub(segments);
-        let squares =
-            product([self.steps, 2, n, n, n]).saturating_add(product([others, 2 + 4, n, n, n]));
-        product([segments, 4, n, n, m]).saturating_add(squares)
+        let squares = saturating_product([self.steps, 2, n, n, n])
+            .saturating_add(saturating_product([others, 2 + 4, n, n, n]));
+        saturating_product([segments, 4, n, n, m]).saturating_add(squares)
     }
 
     /// Orthogonalizes contiguous matrices `wide`, n × m each with n ≤ m, and `tall`, m × n each, in one batch:
@@ -380,7 +382,7 @@ fn not_a_matrix(expected: &'static str, x: &Tensor) -> Error {
 }
 
 /// The largest number where there is no such one: shapes that nobody has must not wrap around to small ones.
-fn product(factors: [usize; 5]) -> u128 {
+pub(crate) fn saturating_product<const COUNT: usize>(factors: [usize; COUNT]) -> u128 {
     let factors = factors.iter().map(|factor| *factor as u128);
     factors.fold(1, u128::saturating_mul)
 }

@@ -41,12 +41,7 @@ pub(crate) fn fma(
     beta: f32,
     c: &Tensor,
 ) -> Result<Tensor> {
-    let product = Product {
-        alpha,
-        addend: Some((beta, c)),
-        ..Product::of(a, b)
-    };
-    product.compute(device)
+    Product::fma(alpha, a, b, beta, c).compute(device)
 }
 
 /// [`fma`] of symmetric matrices that commute.
@@ -59,10 +54,8 @@ pub(crate) fn symmetric_fma(
     c: &Tensor,
 ) -> Result<Tensor> {
     let product = Product {
-        alpha,
-        addend: Some((beta, c)),
         is_symmetric: true,
-        ..Product::of(a, b)
+        ..Product::fma(alpha, a, b, beta, c)
     };
     product.compute(device)
 }
@@ -94,6 +87,14 @@ impl<'a> Product<'a> {
             b_transposed: false,
             addend: None,
             is_symmetric: false,
+        }
+    }
+
+    fn fma(alpha: f32, a: &'a Tensor, b: &'a Tensor, beta: f32, c: &'a Tensor) -> Self {
+        Self {
+            alpha,
+            addend: Some((beta, c)),
+            ..Self::of(a, b)
         }
     }
 
@@ -160,7 +161,7 @@ fn compute_in<T: Element>(product: &Product<'_>, device: &CudaDevice) -> Result<
         let (d, _write) = d.device_ptr_mut(&stream);
         let exact = ExactReductions::on(*blas.handle())?;
         for rows in &bands {
-            let computed = if bands.len() > 1 { rows.end } else { m };
+            let computed = if product.is_symmetric { rows.end } else { m };
             let after = |pitch: usize| (rows.start * pitch * size_of::<T>()) as u64;
             // SAFETY: the addresses are of live, contiguous stacks of `Sides`, in `T`, and d shares
             // storage with none of them; a band of A and of d is within its matrix, and so are the first

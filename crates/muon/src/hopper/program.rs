@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::Method;
 use crate::iteration::RESTART;
+use crate::newton_schulz::saturating_product;
 
 /// A stack of the workspace: X and Y are n × m, the others n × n and symmetric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -83,15 +84,13 @@ pub(crate) fn program(method: Method, rows: &[[f64; 3]]) -> Vec<Product> {
 
 /// Floating-point operations of a program, a multiply-add counted as two, half of a symmetric
 /// product left out.
-pub(crate) fn flops(program: &[Product], n: usize, m: usize) -> u64 {
-    let (n, m) = (n as u64, m as u64);
-    let product = |factors: [u64; 4]| factors.into_iter().fold(1, u64::saturating_mul);
-    let of = |of: &Product| match (of.is_symmetric(), of.a.is_symmetric()) {
-        (true, false) => product([1, n, n, m]),
-        (true, true) => product([1, n, n, n]),
-        (false, _) => product([2, n, n, m]),
+pub(crate) fn flops(program: &[Product], n: usize, m: usize) -> u128 {
+    let of = |product: &Product| match (product.is_symmetric(), product.a.is_symmetric()) {
+        (true, false) => saturating_product([n, n, m]),
+        (true, true) => saturating_product([n, n, n]),
+        (false, _) => saturating_product([2, n, n, m]),
     };
-    program.iter().map(of).fold(0, u64::saturating_add)
+    program.iter().map(of).fold(0, u128::saturating_add)
 }
 
 /// For each product the others that must be stored before it starts, because it reads or overwrites
@@ -287,9 +286,9 @@ mod tests {
         let rows = Coefficients::default().steps(5);
         let (n, m) = (3, 7);
         let standard = flops(&program(Method::Standard, &rows), n, m);
-        assert_eq!(standard, (15 * n * n * m + 5 * n * n * n) as u64);
+        assert_eq!(standard, (15 * n * n * m + 5 * n * n * n) as u128);
         let gram = flops(&program(Method::Gram, &rows), n, m);
-        assert_eq!(gram, (6 * n * n * m + 14 * n * n * n) as u64);
+        assert_eq!(gram, (6 * n * n * m + 14 * n * n * n) as u128);
     }
 
     #[test]

@@ -77,8 +77,8 @@ fn read(shard: &Shard, folder: &Path) -> Result<Loaded> {
             files.insert(path.clone(), TensorFileReader::open(&path)?);
         }
         let file = files.get_mut(&path).expect("it was just opened");
-        let others = Kind::of_other(param.group()).iter();
-        if !file.has(&key) && others.clone().any(|kind| file.has(&kind.key(&param.name))) {
+        let mut others = Kind::of_other(param.group()).iter();
+        if !file.has(&key) && others.any(|kind| file.has(&kind.key(&param.name))) {
             return Err(Error::CheckpointGroup {
                 name: param.name.clone(),
                 model: param.group(),

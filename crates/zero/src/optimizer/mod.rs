@@ -218,8 +218,8 @@ impl ZeroOptimizer {
     ///
     /// # Errors
     /// [`Error::WithinStep`]; [`Error::NotInCheckpoint`], [`Error::NotInModel`], [`Error::CheckpointShape`],
-    /// [`Error::CheckpointGroup`] and [`Error::Checkpoint`], naming the parameter or file, and [`Error::CheckpointFailed`] on the other ranks;
-    /// [`Error::OtherCheckpoint`] where ranks found different ones, as in different folders that are no copies: nothing
+    /// [`Error::CheckpointGroup`] and [`Error::Checkpoint`], naming the parameter or file, and [`Error::CheckpointFailed`]
+    /// on the other ranks; [`Error::OtherCheckpoint`] where ranks found different ones, as in different folders that are no copies: nothing
     /// has changed then, on any rank.
     pub fn load(&mut self, folder: impl AsRef<Path>) -> Result<()> {
         self.between_steps()?;
